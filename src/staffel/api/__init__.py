@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP interface; everything that is text happens here."""

@@ -1,0 +1,235 @@
+"""What to serve and where: validated nouns, loadable from YAML and from model folders.
+
+Every error is a `ConfigError` whose text names the field and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "colocated"]
+Policy = Literal["chunked", "prefill-first"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{u}ib": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
+_UNITS |= {f"{u}b": 1000 ** (i + 1) for i, u in enumerate("kmgt")}
+
+
+class ConfigError(ValueError):
+    """Wrong use: the text names the field or option and says what to do."""
+
+
+def parse_bytes(text: str | int, field: str = "size") -> int:
+    """Bytes from "1GiB", "512MiB", "2GB" or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f'{field}: cannot read {text!r}; write it like "1GiB" or "512MiB"')
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ConfigError(f"{field}: must be above 0")
+    return size
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model folder, as far as it can be known without loading the weights."""
+
+    name: str
+    """The name that clients use."""
+    path: str
+    """The Hugging Face folder."""
+    model_type: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    eos_ids: tuple[int, ...]
+    """Ids that end a text, from generation_config.json, else config.json."""
+
+    @classmethod
+    def load(cls, path: Path, *, name: str, max_model_len: int | None = None) -> ModelSpec:
+        """Read a model folder's config.
+
+        Raises:
+            ConfigError: no folder, no config.json, no architecture, or `max_model_len` beyond
+                what the model was made for.
+        """
+        config = _read_config(path)
+        text = {**config, **config.get("text_config", {})}
+        architectures = text.get("architectures") or []
+        if not architectures:
+            raise ConfigError(f"MODEL: {path}/config.json names no architecture")
+        limit = _context_limit(text)
+        if max_model_len is not None and limit is not None and max_model_len > limit:
+            raise ConfigError(
+                f"--max-model-len: {max_model_len} is beyond the model's own limit of {limit}"
+            )
+        length = max_model_len or limit
+        if length is None:
+            raise ConfigError("--max-model-len: the model's config names no limit; give one")
+        if length < 2:
+            raise ConfigError("--max-model-len: must be at least 2")
+        return cls(
+            name=name,
+            path=str(path),
+            model_type=text.get("model_type", ""),
+            architecture=architectures[0],
+            vocab_size=text["vocab_size"],
+            max_model_len=length,
+            eos_ids=_eos_ids(path, text),
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ConfigError(f"MODEL: {path} is no folder; give a Hugging Face folder or a hub id")
+    if not file.is_file():
+        raise ConfigError(
+            f"MODEL: {path} has no config.json; give a Hugging Face model folder "
+            "(config.json, tokenizer.json, *.safetensors)"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"MODEL: {file} is not a JSON object")
+    return config
+
+
+def _context_limit(config: dict[str, Any]) -> int | None:
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"):
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    value = config.get("eos_token_id")
+    if generation.is_file():
+        value = json.loads(generation.read_text()).get("eos_token_id", value)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one instance is spread over devices: tensor (`tp`) times pipeline (`pp`) parallel."""
+
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp != 1 or self.pp != 1:
+            raise ConfigError("parallel: only tp: 1 and pp: 1 are supported")
+
+
+class InstanceSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """`count` like instances. A field that is None takes the default of `staffel serve`."""
+
+    role: Role
+    count: int = 1
+    parallel: ParallelSpec = ParallelSpec()
+    policy: Policy = "chunked"
+    """Batch policy of a colocated instance."""
+    chunk_tokens: int = 256
+    """Most prompt tokens of one step; longer prompts are prefilled in chunks."""
+    max_sequences: int = 128
+    """Most sequences that an instance holds at a time."""
+    kv_memory: str = "1GiB"
+    """Bytes of KV cache."""
+    block_size: int = 16
+    """Tokens of one block."""
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: int | None = None
+    """CPU threads; None: the machine's cores shared out."""
+
+    def __post_init__(self) -> None:
+        for field in ("count", "chunk_tokens", "max_sequences", "block_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}: must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("threads: must be at least 1")
+        parse_bytes(self.kv_memory, "kv_memory")
+
+    @property
+    def kv_bytes(self) -> int:
+        return parse_bytes(self.kv_memory, "kv_memory")
+
+
+class Placement(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The instances to run.
+
+    YAML::
+
+        model: HuggingFaceTB/SmolLM2-135M-Instruct   # optional
+        instances:
+          - {role: prefill, count: 2, kv_memory: 2GiB}
+          - {role: decode, threads: 2}
+    """
+
+    instances: tuple[InstanceSpec, ...]
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        prefill, decode = self.count("prefill"), self.count("decode")
+        if not self.instances:
+            raise ConfigError(
+                "placement: no instances; give --prefill and --decode, or --colocated"
+            )
+        if bool(prefill) != bool(decode):
+            lacking = "decode" if prefill else "prefill"
+            raise ConfigError(
+                f"placement: no {lacking} instance; prefill and decode need each other "
+                "(--prefill N --decode N), or use --colocated N"
+            )
+        if len({spec.block_size for spec in self.instances}) > 1:
+            raise ConfigError("placement: block_size must be the same for all instances")
+
+    def count(self, role: Role) -> int:
+        return sum(spec.count for spec in self.instances if spec.role == role)
+
+    def each(self) -> list[tuple[str, InstanceSpec]]:
+        """Every single instance with its name: ("prefill-0", spec), ("prefill-1", spec) ..."""
+        numbers: dict[Role, int] = {}
+        named = []
+        for spec in self.instances:
+            for _ in range(spec.count):
+                number = numbers.get(spec.role, 0)
+                numbers[spec.role] = number + 1
+                named.append((f"{spec.role}-{number}", spec))
+        return named
+
+    def short(self) -> str:
+        """The usual short form: "1P1D", "2C", "1P1D+1C"."""
+        disaggregated = f"{self.count('prefill')}P{self.count('decode')}D"
+        parts = [disaggregated] if self.count("prefill") else []
+        if self.count("colocated"):
+            parts.append(f"{self.count('colocated')}C")
+        return "+".join(parts)
+
+    @classmethod
+    def load(cls, path: Path) -> Placement:
+        """Read a YAML file. Raises ConfigError with the field's path where it is wrong."""
+        try:
+            return msgspec.yaml.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            raise ConfigError(f"--placement: no file {path}") from None
+        except ConfigError:
+            raise
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--placement: {path}: {error}") from None

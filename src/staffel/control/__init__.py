@@ -1,0 +1,1 @@
+"""Decisions: pure state machines that take events and the time, and return commands."""

@@ -1,0 +1,1 @@
+"""Moving KV blocks from one instance's memory to another's."""
