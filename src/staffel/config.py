@@ -144,7 +144,7 @@ class InstanceSpec(
     policy: Policy = "chunked"
     """Batch policy of a colocated instance."""
     chunk_tokens: int = 256
-    """Most prompt tokens of one step; longer prompts are prefilled in chunks."""
+    """Most tokens of one step; longer prompts are prefilled in chunks."""
     max_sequences: int = 128
     """Most sequences that an instance holds at a time."""
     kv_memory: str = "1GiB"

@@ -16,19 +16,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from staffel.config import Policy, Role
-from staffel.control.request import FinishReason, Request, SamplingParams
-
-
-class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position, of the model's raw distribution."""
-
-    token: int
-    logprob: float
-    rank: int
-    """1 is the likeliest."""
-    top: list[tuple[int, float]]
-    """The likeliest ids, best first."""
-
+from staffel.control.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
 # ---- memory that peers read
 
@@ -182,6 +170,8 @@ class Pulled(Struct, frozen=True, tag=True):
     """The read is complete and was confirmed: the source may unpin."""
 
     dispatch: int
+    read_ns: int
+    """From when blocks were found to the confirmation."""
 
 
 class PullFailed(Struct, frozen=True, tag=True):
@@ -197,7 +187,7 @@ class Preempted(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """Answer to `Cancel` and `Release`, and notice of an expired lease: nothing is left."""
+    """Answer to `Cancel`, and notice of an expired lease: nothing is left of the dispatch."""
 
     dispatch: int
 
@@ -221,7 +211,7 @@ class Load(Struct, frozen=True, array_like=True):
     """Dispatches that ever ran here."""
 
 
-class Report(Struct, frozen=True):
+class Report(Struct, frozen=True, tag=True):
     """One message from an instance: everything since the last one."""
 
     instance: str
@@ -231,14 +221,24 @@ class Report(Struct, frozen=True):
     load: Load
 
 
-class Hello(Struct, frozen=True, kw_only=True):
+class Hello(Struct, frozen=True, kw_only=True, tag=True):
     """The first message of an instance: it is ready to serve."""
 
     instance: str
     incarnation: int
     role: Role
     region: KvRegion
-    max_sequences: int
+
+
+class Unable(Struct, frozen=True, tag=True):
+    """An instance can't start; the text is for the user."""
+
+    instance: str
+    incarnation: int
+    message: str
+
+
+FromInstance = Hello | Report | Unable
 
 
 # ---- engine to executor
@@ -356,9 +356,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int
     max_sequences: int
     chunk_tokens: int
-    """Most prompt tokens of one sequence in one step."""
-    batch_tokens: int
-    """Most tokens of one step."""
+    """Most tokens of one step; a prompt that is longer is computed in chunks."""
     read_blocks: int
     """Most blocks that a step reads from peers while sequences decode here."""
     lease_ns: int

@@ -50,6 +50,17 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether prefix-cache hits may stand in for computing the prompt."""
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, of the model's raw distribution."""
+
+    token: int
+    logprob: float
+    rank: int
+    """1 is the likeliest."""
+    top: list[tuple[int, float]]
+    """The likeliest ids, best first."""
+
+
 class Sequence:
     """A request inside an instance: token ids, block table, progress.
 
@@ -71,10 +82,12 @@ class Sequence:
         "ids",
         "over",
         "pending",
+        "prefilled",
         "prompt_len",
         "pull",
         "request",
         "scheduled",
+        "scores",
         "sent_blocks",
         "slot",
     )
@@ -93,6 +106,10 @@ class Sequence:
         self.arrival = now
         self.first_scheduled = 0
         """When its first batch was handed out; 0: not yet."""
+        self.prefilled = False
+        """Whether all of `ids` but the last is computed, here or by the instance pulled from."""
+        self.scores: list[TokenLogprobs] = []
+        """Of the prompt's tokens, where asked for, as far as computed."""
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at its first admission here."""
         self.slot = -1

@@ -1,0 +1,63 @@
+"""From a placement to the jobs of its instances: names, threads, cores."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from staffel.config import InstanceSpec, ModelSpec, Placement
+from staffel.runtime.instance import InstanceJob
+
+LEASE_NS = 30 * 10**9
+"""How long a prefill instance keeps pinned KV without hearing from the router."""
+
+
+def make_jobs(
+    placement: Placement,
+    model: ModelSpec,
+    *,
+    endpoint: str,
+    journal: Path | None = None,
+    log_level: str = "INFO",
+) -> list[InstanceJob]:
+    """One job for each instance of the placement."""
+    named = placement.each()
+    threads, cores = share_cores([spec for _, spec in named], sorted(os.sched_getaffinity(0)))
+    incarnation = time.time_ns()
+    return [
+        InstanceJob(
+            name=name,
+            incarnation=incarnation,
+            endpoint=endpoint,
+            model=model,
+            spec=spec,
+            threads=threads[number],
+            cores=cores[number],
+            lease_ns=LEASE_NS,
+            journal=str(journal) if journal is not None else None,
+            log_level=log_level,
+        )
+        for number, (name, spec) in enumerate(named)
+    ]
+
+
+def share_cores(
+    specs: Sequence[InstanceSpec], cores: Sequence[int]
+) -> tuple[list[int], list[tuple[int, ...] | None]]:
+    """Threads of each instance, and the cores that it is pinned to.
+
+    Threads that aren't given share the machine evenly. Instances get disjoint cores where there
+    are enough for all; else none is pinned, as pinning would only pile them up.
+    """
+    even = max(1, len(cores) // len(specs))
+    threads = [spec.threads or even for spec in specs]
+    if sum(threads) > len(cores):
+        return threads, [None] * len(specs)
+    pinned: list[tuple[int, ...] | None] = []
+    start = 0
+    for count in threads:
+        pinned.append(tuple(cores[start : start + count]))
+        start += count
+    return threads, pinned

@@ -1,0 +1,206 @@
+"""An instance: an EngineCore, an executor, and the loop that runs them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from staffel.config import ConfigError, InstanceSpec, ModelSpec
+from staffel.control.engine import EngineCore
+from staffel.control.journal import record
+from staffel.control.messages import (
+    Attach,
+    Batch,
+    BatchResult,
+    Detach,
+    EngineConfig,
+    Hello,
+    KvRegion,
+    Order,
+    Unable,
+)
+from staffel.runtime.links import InstanceLink
+from staffel.runtime.logs import set_up_logging
+
+log = logging.getLogger("staffel.instance")
+
+READ_BYTES_PER_STEP = 16 << 20
+"""Most bytes of KV that a step copies while sequences decode: about 2 ms of memory traffic."""
+
+_IDLE_POLL_MS = 500
+
+
+class InstanceJob(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an instance needs to know to start."""
+
+    name: str
+    incarnation: int
+    endpoint: str
+    model: ModelSpec
+    spec: InstanceSpec
+    threads: int
+    cores: tuple[int, ...] | None
+    """Cores to be pinned to; None: any."""
+    lease_ns: int
+    journal: str | None
+    """A file to which the core's journal is appended."""
+    log_level: str = "INFO"
+
+
+class Executor(Protocol):
+    """What computes batches (`staffel.model.executor.Executor`)."""
+
+    region: KvRegion
+
+    def attach(self, instance: str, incarnation: int, region: KvRegion) -> None: ...
+    def detach(self, instance: str, incarnation: int) -> None: ...
+    def execute(self, batch: Batch) -> BatchResult: ...
+    def close(self) -> None: ...
+
+
+class Instance:
+    """The shell around one EngineCore: takes orders, runs steps, reports."""
+
+    def __init__(self, core: EngineCore, executor: Executor, link: InstanceLink) -> None:
+        self._core = core
+        self._executor = executor
+        self._link = link
+        self._checked_idle = False
+
+    def run(self) -> None:
+        """Serve until the lifeline is cut."""
+        busy = False
+        while True:
+            orders = self._link.receive(0 if busy else _IDLE_POLL_MS)
+            if orders is None:
+                return
+            for order in orders:
+                self._take(order)
+            busy = self._step()
+
+    def _take(self, order: Order) -> None:
+        for command in order.commands:
+            if isinstance(command, Attach):
+                self._executor.attach(command.instance, command.incarnation, command.region)
+            elif isinstance(command, Detach):
+                self._executor.detach(command.instance, command.incarnation)
+        self._core.receive(order, time.monotonic_ns())
+
+    def _step(self) -> bool:
+        """Schedule, execute, commit, report. False: there was nothing to do."""
+        batch = self._core.schedule(time.monotonic_ns())
+        if batch is not None:
+            result = self._executor.execute(batch)
+            self._core.commit(batch.id, result, time.monotonic_ns())
+        report = self._core.report()
+        if report is not None:
+            self._link.send(report)
+        self._check_books(busy=batch is not None)
+        return batch is not None
+
+    def _check_books(self, *, busy: bool) -> None:
+        if busy or not self._core.idle:
+            self._checked_idle = False
+        elif not self._checked_idle:
+            self._checked_idle = True
+            problem = self._core.integrity()
+            if problem is not None:
+                log.error("%s: %s", self._core.config.instance, problem)
+
+
+def run_instance(job: InstanceJob, lifeline: int) -> None:
+    """Load the model, say hello and serve, until `lifeline` reads end-of-file."""
+    link = InstanceLink(job.endpoint, job.name, lifeline)
+    executor: Executor | None = None
+    try:
+        executor = _make_executor(job)
+        core = EngineCore(_engine_config(job, executor.region))
+        if job.journal is not None:
+            record(core, "engine", f"{job.name}/{job.incarnation}", appender(Path(job.journal)))
+        link.send(
+            Hello(
+                instance=job.name,
+                incarnation=job.incarnation,
+                role=job.spec.role,
+                region=executor.region,
+            )
+        )
+        Instance(core, executor, link).run()
+    except ConfigError as error:
+        link.send(Unable(job.name, job.incarnation, str(error)))
+    finally:
+        if executor is not None:
+            executor.close()
+        link.close()
+
+
+def _make_executor(job: InstanceJob) -> Executor:
+    # Imported here: whoever only starts instances does without torch.
+    from staffel.model.executor import Executor as ModelExecutor
+
+    return ModelExecutor(
+        job.model,
+        dtype=job.spec.dtype,
+        device=job.spec.device,
+        threads=job.threads,
+        kv_bytes=job.spec.kv_bytes,
+        block_size=job.spec.block_size,
+        max_sequences=job.spec.max_sequences,
+    )
+
+
+def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
+    bytes_per_block = region.size // region.num_blocks
+    return EngineConfig(
+        instance=job.name,
+        incarnation=job.incarnation,
+        role=job.spec.role,
+        policy=job.spec.policy,
+        num_blocks=region.num_blocks,
+        block_size=region.block_size,
+        max_sequences=job.spec.max_sequences,
+        chunk_tokens=job.spec.chunk_tokens,
+        read_blocks=max(1, READ_BYTES_PER_STEP // bytes_per_block),
+        lease_ns=job.lease_ns,
+    )
+
+
+def appender(path: Path) -> Callable[[bytes], None]:
+    """Appends whole lines to a file that several processes share."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def append(line: bytes) -> None:
+        # One write call: with O_APPEND the kernel keeps the lines of several writers whole.
+        os.write(descriptor, line)
+
+    return append
+
+
+def main() -> None:
+    """Entry of an instance process: the job on the first line of stdin, then the lifeline."""
+    line = bytearray()
+    while not line.endswith(b"\n"):  # unbuffered, so that nothing is read beyond the line
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    job = msgspec.json.decode(line, type=InstanceJob)
+    set_up_logging(job.log_level)
+    if job.cores is not None:
+        os.sched_setaffinity(0, job.cores)
+    try:
+        run_instance(job, lifeline=0)
+    except Exception:
+        log.exception("%s died", job.name)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

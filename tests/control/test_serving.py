@@ -1,0 +1,268 @@
+"""Requests come out right and everything is freed, at depth 1 and 2 of batches in flight."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from staffel.control.messages import Tokens
+from staffel.control.request import Request, SamplingParams
+from tests.control.world import (
+    BLOCK,
+    World,
+    disaggregated,
+    expected_output,
+    next_token,
+    request,
+)
+
+PROMPT_LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 16, 17, 33, 40]
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request) -> int:
+    return request.param
+
+
+def prompts(seed: int = 0, lengths: list[int] = PROMPT_LENGTHS) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 50) for _ in range(length)] for length in lengths]
+
+
+def mixed(max_tokens: int = 12) -> list[Request]:
+    return [request(f"r{i}", prompt, max_tokens) for i, prompt in enumerate(prompts())]
+
+
+def colocated(depth: int, policy: str, **settings) -> World:
+    world = World(depth=depth)
+    world.add("colocated-0", "colocated", policy=policy, **settings)
+    return world
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_disaggregated_serves_all_lengths(depth: int, prefill: int, decode: int) -> None:
+    world = disaggregated(prefill, decode, depth=depth)
+    asked = mixed()
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
+def test_colocated_serves_all_lengths(depth: int, policy: str) -> None:
+    world = colocated(depth, policy)
+    asked = mixed()
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    world.assert_at_rest()
+
+
+def test_first_token_reaches_the_client_before_the_handoff() -> None:
+    world = disaggregated()
+    asked = request("a", [7] * 9, stop_ids=())
+    world.submit(asked)
+    world.step(world.workers["prefill-0"])
+    assert world.outputs["a"] == expected_output(asked)[:1]
+    world.run()
+    world.assert_served(asked)
+
+
+def test_a_request_that_ends_on_its_first_token_is_not_handed_over(depth: int) -> None:
+    world = disaggregated(depth=depth)
+    prompt = [3, 1, 4, 1, 5]
+    first = next_token(prompt)
+    asked = [
+        request("length", prompt, max_tokens=1),
+        request("stop", prompt, max_tokens=5, stop_ids=(first,)),
+    ]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    assert world.finishes == {"length": "length" if first else "stop", "stop": "stop"}
+    assert world.workers["decode-0"].core.report() is None
+    world.assert_at_rest()
+
+
+def test_scoring_a_prompt_draws_nothing(depth: int) -> None:
+    world = disaggregated(depth=depth)
+    world.submit(request("score", [5] * 30, max_tokens=0))
+    world.run()
+    assert world.outputs["score"] == []
+    assert world.finishes["score"] == "length"
+    world.assert_at_rest()
+
+
+def test_two_prompts_that_do_not_fit_together_are_served_one_after_the_other(depth: int) -> None:
+    world = disaggregated(depth=depth)
+    small = disaggregated(depth=depth, blocks=12)
+    asked = [request(name, prompts(1, [40])[0][i:], 6) for i, name in enumerate("ab")]
+    for one in asked:
+        world.submit(one)
+        small.submit(one)
+    small.step(small.workers["prefill-0"])
+    assert small.workers["prefill-0"].core._load().waiting == 1
+    small.run()
+    small.assert_served(*asked)
+    small.assert_at_rest()
+
+
+def test_pull_waits_on_the_prefill_side_for_decode_blocks(depth: int) -> None:
+    """A full decode instance is no failure: the pin holds the KV until there is room."""
+    world = World(depth=depth)
+    world.add("prefill-0", "prefill", blocks=64)
+    world.add("decode-0", "decode", blocks=12)
+    asked = [
+        request(f"r{i}", prompt, 4, stop_ids=()) for i, prompt in enumerate(prompts(2, [30] * 5))
+    ]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    assert sum(summary.repeats for summary in world.summaries.values()) == 0
+    world.assert_at_rest()
+
+
+def test_growth_beyond_the_decode_pool_preempts_the_newest(depth: int) -> None:
+    world = World(depth=depth)
+    world.add("prefill-0", "prefill", blocks=64)
+    world.add("decode-0", "decode", blocks=14)
+    asked = [
+        request(f"r{i}", prompt, 30, stop_ids=()) for i, prompt in enumerate(prompts(3, [8] * 4))
+    ]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    assert world.summaries["r0"].repeats == 0
+    assert world.summaries["r3"].repeats > 0
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
+def test_a_colocated_instance_recomputes_what_it_preempts(depth: int, policy: str) -> None:
+    world = colocated(depth, policy, blocks=14)
+    asked = [
+        request(f"r{i}", prompt, 30, stop_ids=()) for i, prompt in enumerate(prompts(3, [8] * 4))
+    ]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    assert world.workers["colocated-0"].core._load().preemptions > 0
+    assert all(summary.repeats == 0 for summary in world.summaries.values())
+    world.assert_at_rest()
+
+
+def test_choices_of_one_prompt_share_their_blocks(depth: int) -> None:
+    world = disaggregated(depth=depth)
+    asked = [request(f"r{i}", [9] * 21, 4, stop_ids=()) for i in range(4)]
+    for one in asked:
+        world.submit(one)
+    worker = world.workers["prefill-0"]
+    world.deliver(worker)
+    batches = []
+    while (batch := worker.core.schedule(world.now)) is not None:
+        batches.append(batch)
+        worker.core.commit(batch.id, worker.executor.execute(batch), world.now)
+    computed = sum(row.count for batch in batches for row in batch.rows)
+    assert computed == 21 + 3 * 1
+    world.run()
+    world.assert_served(*asked)
+    world.assert_at_rest()
+
+
+def test_prefix_cache_hits_are_counted_and_can_be_bypassed() -> None:
+    world = disaggregated()
+    prompt = prompts(4, [18])[0]
+    params = SamplingParams(max_tokens=2)
+    for name, use_cache in (("cold", True), ("warm", True), ("bypass", False)):
+        world.submit(Request(id=name, prompt=prompt, params=params, use_cache=use_cache))
+        world.run()
+    cached = {delta.request: delta.cached_tokens for delta in world.deltas if delta.index == 0}
+    assert cached == {"cold": 0, "warm": 16, "bypass": 0}
+    world.assert_at_rest()
+
+
+def test_a_prompt_longer_than_the_chunk_is_computed_in_chunks() -> None:
+    world = disaggregated(chunk=16)
+    world.submit(request("long", prompts(5, [50])[0]))
+    worker = world.workers["prefill-0"]
+    counts = []
+    world.deliver(worker)
+    while (batch := worker.core.schedule(world.now)) is not None:
+        counts += [row.count for row in batch.rows]
+        worker.core.commit(batch.id, worker.executor.execute(batch), world.now)
+    assert counts == [16, 16, 16, 2]
+
+
+def test_chunked_policy_decodes_beside_a_long_prompt() -> None:
+    world = colocated(1, "chunked", chunk=8)
+    world.submit(request("running", [1, 2], 40, stop_ids=()))
+    world.turn()
+    world.submit(request("long", prompts(6, [32])[0], 2))
+    before = len(world.outputs["running"])
+    for _ in range(4):
+        world.turn()
+    assert len(world.outputs["running"]) == before + 4
+    assert world.outputs["long"] == []
+
+
+def test_prefill_first_policy_stops_decoding_for_prompts() -> None:
+    world = colocated(1, "prefill-first", chunk=8)
+    world.submit(request("running", [1, 2], 40, stop_ids=()))
+    world.turn()
+    world.submit(request("long", prompts(6, [32])[0], 2))
+    before = len(world.outputs["running"])
+    for _ in range(4):
+        world.turn()
+    assert len(world.outputs["running"]) == before
+    assert len(world.outputs["long"]) == 1
+
+
+def test_reads_are_bounded_while_sequences_decode() -> None:
+    world = disaggregated(read_blocks=2)
+    world.submit(request("running", [1, 2], 60, stop_ids=()))
+    for _ in range(4):
+        world.turn()
+    world.submit(request("long", prompts(7, [40])[0], 4, stop_ids=()))
+    worker = world.workers["decode-0"]
+    sizes = []
+    for _ in range(30):
+        world.step(world.workers["prefill-0"])
+        world.deliver(worker)
+        batch = worker.core.schedule(world.now)
+        if batch is None:
+            break
+        sizes += [len(read.blocks) for read in batch.reads]
+        assert not batch.reads or batch.rows, "decoding stood still for a read"
+        worker.core.commit(batch.id, worker.executor.execute(batch), world.now)
+        world.report(worker)
+    assert sizes == [2, 2, 2, 2, 2]
+
+
+def test_short_prompts_may_be_prefilled_where_they_decode(depth: int) -> None:
+    world = disaggregated(depth=depth, local_prefill_below=10)
+    asked = [request("short", prompts(8, [9])[0]), request("long", prompts(9, [10])[0])]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    assert world.summaries["short"].prefill_instance == "decode-0"
+    assert world.summaries["long"].prefill_instance == "prefill-0"
+    world.assert_at_rest()
+
+
+def test_one_report_per_step_carries_all_tokens_of_the_step() -> None:
+    world = colocated(1, "chunked")
+    for i in range(6):
+        world.submit(request(f"r{i}", [i + 1, 2], 5, stop_ids=()))
+    world.run()
+    tokens = [[e for e in report.events if isinstance(e, Tokens)] for report in world.reports]
+    assert max(len(events) for events in tokens) == 6
+    assert len([events for events in tokens if events]) == 5
