@@ -189,6 +189,17 @@ def test_prefix_cache_hits_are_counted_and_can_be_bypassed() -> None:
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize("length", [BLOCK, 4 * BLOCK])
+def test_a_prompt_that_is_cached_whole_still_computes_a_token(depth: int, length: int) -> None:
+    world = disaggregated(depth=depth)
+    asked = [request(name, prompts(4, [length])[0], 3) for name in "ab"]
+    for one in asked:
+        world.submit(one)
+        world.run()
+    world.assert_served(*asked)
+    world.assert_at_rest()
+
+
 def test_a_prompt_longer_than_the_chunk_is_computed_in_chunks() -> None:
     world = disaggregated(chunk=16)
     world.submit(request("long", prompts(5, [50])[0]))

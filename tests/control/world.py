@@ -64,7 +64,7 @@ def expected_output(asked: Request) -> list[int]:
 class Slot:
     dispatch: int
     ids: list[int]
-    max_tokens: int
+    most_ids: int
     blocks: list[int] = field(default_factory=list)
 
 
@@ -82,7 +82,8 @@ class CheckingExecutor:
             del self.slots[slot]
         for enter in batch.enters:
             assert enter.slot not in self.slots, "a slot was entered twice"
-            self.slots[enter.slot] = Slot(enter.dispatch, enter.ids.copy(), enter.params.max_tokens)
+            most_ids = enter.prompt_len + enter.params.max_tokens
+            self.slots[enter.slot] = Slot(enter.dispatch, enter.ids.copy(), most_ids)
         reads = [self._read(chunk) for chunk in batch.reads]
         return BatchResult([self._row(row) for row in batch.rows], reads)
 
@@ -102,6 +103,7 @@ class CheckingExecutor:
 
     def _row(self, row) -> RowResult:
         slot = self.slots[row.slot]
+        assert row.count > 0, "a row computes nothing"
         slot.blocks += row.new_blocks
         end = row.start + row.count
         for position in range(row.start, end):
@@ -113,6 +115,7 @@ class CheckingExecutor:
         token = next_token(slot.ids[:end])
         del slot.ids[end:]
         slot.ids.append(token)
+        assert len(slot.ids) <= slot.most_ids, "a token was drawn beyond max_tokens"
         return RowResult(token)
 
 

@@ -30,6 +30,7 @@ from staffel.control.request import Request
 from staffel.control.router import Actions, RouterCore
 from staffel.runtime.instance import InstanceJob, appender
 from staffel.runtime.launcher import Handle, Launcher
+from staffel.runtime.links import RouterLink
 
 log = logging.getLogger("staffel.service")
 request_log = logging.getLogger("staffel.request")
@@ -81,8 +82,6 @@ class Service:
         directory: Path,
         journal: Path | None = None,
     ) -> None:
-        from staffel.runtime.links import RouterLink
-
         self._jobs = {job.name: job for job in jobs}
         self._launcher = launcher
         self._directory = directory
@@ -96,6 +95,7 @@ class Service:
         self._loads: dict[str, Load] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._stopped = False
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -130,6 +130,9 @@ class Service:
 
     async def stop(self) -> None:
         """End all instances and close everything. Streams that still run get a Failure."""
+        if self._stopped:
+            return
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         for name in list(self._streams):

@@ -1,0 +1,36 @@
+# Two commands do everything: `make serve` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install serve test lint clean
+
+help:
+	@echo "make serve    install, get the default model and serve it (ARGS='--port 8001 ...')"
+	@echo "make test     install, lint and run all tests"
+	@echo "make install  make $(BIN)/staffel"
+
+install: $(INSTALLED)
+
+# constraints.txt keeps every machine on the versions that are tested.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# exec: Ctrl-C reaches the server itself, and make reports nothing of its own.
+serve: install
+	@exec $(BIN)/staffel serve $(ARGS)
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

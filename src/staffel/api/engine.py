@@ -1,0 +1,41 @@
+"""What the API needs of the serving runtime."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from staffel.config import Role
+from staffel.control.messages import Delta, Failure, Load
+from staffel.control.request import Request
+
+State = Literal["starting", "ready", "draining", "degraded"]
+Stream = AsyncIterator[Delta | Failure]
+"""Deltas up to one with `finish` set; or, at any point, a Failure as the last item."""
+
+
+class InstanceStatus(Struct, frozen=True, kw_only=True):
+    """An instance as the router sees it now."""
+
+    instance: str
+    role: Role
+    ready: bool
+    load: Load | None
+    """None before the first report."""
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out; every method returns at once."""
+
+    def submit(self, request: Request) -> Stream:
+        """Take a request. What goes wrong comes as the stream's Failure."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; does nothing for one that is over or unknown."""
+
+    def state(self) -> State:
+        """ "ready" is the only state that takes requests; "degraded": a phase has no instance."""
+
+    def status(self) -> list[InstanceStatus]: ...

@@ -1,0 +1,354 @@
+"""The command line: one command per question. Parses, calls one function, prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import staffel
+from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, Role
+
+app = typer.Typer(
+    help=staffel.__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+
+class PolicyName(StrEnum):
+    chunked = "chunked"
+    prefill_first = "prefill-first"
+
+
+class DtypeName(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class DeviceName(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+_PLACEMENT = "Placement"
+_SERVER = "Server"
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A Hugging Face folder or hub id; without it the default model, "
+            "SmolLM2-135M-Instruct."
+        ),
+    ] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option(min=0, help="Prefill instances. [default: 1]", rich_help_panel=_PLACEMENT),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(min=0, help="Decode instances. [default: 1]", rich_help_panel=_PLACEMENT),
+    ] = None,
+    colocated: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Instances that do both phases; then no prefill or decode ones unless given.",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with all of this panel.", rich_help_panel=_PLACEMENT),
+    ] = None,
+    policy: Annotated[
+        PolicyName | None,
+        typer.Option(
+            help="Batch policy of colocated instances. [default: chunked]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of a step; longer prompts go in chunks. [default: 256]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="KV cache of each instance, in bytes. [default: 1GiB]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a KV block. [default: 16]", rich_help_panel=_PLACEMENT),
+    ] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(
+            help="Most sequences in an instance at a time. [default: 128]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            help="auto: float32 on a CPU. [default: auto]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option(help="[default: auto]", rich_help_panel=_PLACEMENT),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads of each instance. [default: the cores shared out evenly]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and output. [default: the model's limit]"),
+    ] = None,
+    local_prefill_below: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Prompts with fewer uncached tokens are prefilled where they decode; 0: none.",
+        ),
+    ] = 0,
+    host: Annotated[str, typer.Option(rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="STAFFEL_API_KEY",
+            help="What clients must send as bearer token.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="The model's name in the API.", rich_help_panel=_SERVER),
+    ] = None,
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Most requests waiting to be sent to an instance; more get a 429.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 1024,
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds from arrival to the end; 0: none.", rich_help_panel=_SERVER
+        ),
+    ] = 0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="On SIGTERM, seconds that running requests may take to finish.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 30,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Makes the draws of requests without a seed repeatable.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Journal of every decision, prompts included, for `staffel replay`.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(rich_help_panel=_SERVER)] = LogLevel.info,
+) -> None:
+    """Serve a model, prefill and decode apart, over the OpenAI API."""
+    instance_options = {
+        "policy": policy and policy.value,
+        "chunk_tokens": chunk_tokens,
+        "kv_memory": kv_memory,
+        "block_size": block_size,
+        "max_sequences": max_sequences,
+        "dtype": dtype and dtype.value,
+        "device": device and device.value,
+        "threads": threads,
+    }
+    given = {name: value for name, value in instance_options.items() if value is not None}
+    counts: dict[Role, int | None] = {
+        "prefill": prefill,
+        "decode": decode,
+        "colocated": colocated,
+    }
+
+    def run() -> None:
+        from staffel.api.server import ServeOptions
+        from staffel.api.server import serve as serve_model
+        from staffel.runtime.logs import set_up_logging
+
+        set_up_logging(log_level.value)
+        chosen = _placement(placement, counts, given)
+        spec = _model_spec(model, chosen, max_model_len)
+        options = ServeOptions(
+            placement=chosen,
+            host=host,
+            port=port,
+            api_key=api_key,
+            served_model_name=served_model_name,
+            record=record,
+            max_queue=max_queue,
+            local_prefill_below=local_prefill_below,
+            request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
+            seed=seed,
+            log_level=log_level.value,
+        )
+        serve_model(spec, options, _announce)
+
+    _or_error(run)
+
+
+@app.command()
+def models() -> None:
+    """List the models that start without a download."""
+    from staffel.model.hub import cached_models
+
+    found = cached_models()
+    if not found:
+        _out.print("No model is cached. `staffel serve` fetches the default one.")
+        return
+    table = Table("model", "size", "folder", box=None)
+    for entry in found:
+        table.add_row(entry.name, f"{entry.bytes / 1e9:.2f} GB", str(entry.path))
+    _out.print(table)
+
+
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(help="A file from `staffel serve --record`.")],
+) -> None:
+    """Run a journal through fresh cores and compare every command."""
+
+    def run() -> None:
+        import msgspec
+
+        from staffel.control import journal as journals
+
+        try:
+            with journal.open("rb") as lines:
+                result = journals.replay(lines)
+        except OSError as error:
+            raise ConfigError(f"JOURNAL: {journal}: {error.strerror}") from None
+        except (msgspec.DecodeError, KeyError) as error:
+            raise ConfigError(f"JOURNAL: {journal} is not a whole journal: {error}") from None
+        if result.mismatch is not None:
+            _fail_replay(result.mismatch)
+        _out.print(f"{result.cores} cores, {result.calls} calls: every command is the same")
+
+    _or_error(run)
+
+
+def _fail_replay(mismatch: Any) -> NoReturn:
+    _out.print(
+        f"line {mismatch.line}: {mismatch.core}.{mismatch.call} returned something else\n"
+        f"  recorded: {mismatch.recorded.decode()}\n  replayed: {mismatch.replayed.decode()}",
+        markup=False,
+    )
+    raise typer.Exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        _out.print(f"staffel {staffel.__version__}")
+        raise typer.Exit
+
+
+def _placement(
+    file: Path | None, counts: dict[Role, int | None], options: dict[str, Any]
+) -> Placement:
+    """The placement that the options name; 1P1D without any."""
+    if file is not None:
+        given = [name for name, count in counts.items() if count is not None] + list(options)
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"--placement: can't be combined with {names}; put it in the file")
+        return Placement.load(file)
+    default = 0 if counts["colocated"] else 1
+    wanted = {
+        "prefill": default if counts["prefill"] is None else counts["prefill"],
+        "decode": default if counts["decode"] is None else counts["decode"],
+        "colocated": counts["colocated"] or 0,
+    }
+    if "policy" in options and not wanted["colocated"]:
+        raise ConfigError("--policy: is for colocated instances; add --colocated N")
+    return Placement(
+        instances=tuple(
+            InstanceSpec(role=role, count=count, **options)  # type: ignore[arg-type]
+            for role, count in wanted.items()
+            if count
+        )
+    )
+
+
+def _model_spec(model: str | None, placement: Placement, max_model_len: int | None) -> ModelSpec:
+    from staffel.model.hub import DEFAULT_MODEL, resolve
+
+    if model is not None and placement.model is not None:
+        raise ConfigError("MODEL: is given by the --placement file already; leave one of them out")
+    wanted = model or placement.model
+    path = resolve(wanted, _announce)
+    name = path.name if wanted is not None and Path(wanted).is_dir() else wanted or DEFAULT_MODEL
+    return ModelSpec.load(path, name=name, max_model_len=max_model_len)
+
+
+def _announce(text: str) -> None:
+    print(text, flush=True)
+
+
+def _or_error(run: Callable[[], None]) -> None:
+    """Run; what the user did wrong is said in one line."""
+    try:
+        run()
+    except ConfigError as error:
+        _err.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def main() -> None:
+    """Entry of the `staffel` command."""
+    app()

@@ -1,0 +1,61 @@
+"""The paged KV cache: K and V of all layers, in blocks of a few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from staffel.config import ConfigError
+from staffel.transfer import KvShape
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Views of the cache's memory in which a *row* is one token of one layer.
+
+    Row numbers of layer 0 (`rows`) plus `layer * block_size` are those of a layer: what a step
+    needs of a block table is computed once, not per layer.
+    """
+
+    k: torch.Tensor
+    """[rows, kv_heads, k_width]."""
+    v: torch.Tensor
+    """[rows, kv_heads, v_width]."""
+    layers: int
+    block_size: int
+
+    @classmethod
+    def over(cls, k: torch.Tensor, v: torch.Tensor) -> PagedCache:
+        """Over tensors [num_blocks, layers, block_size, kv_heads, width]."""
+        return cls(k.flatten(0, 2), v.flatten(0, 2), k.shape[1], k.shape[2])
+
+    def rows(self, blocks: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Row numbers in layer 0 of the tokens at `offsets` within `blocks` (same shapes)."""
+        rows = blocks * (self.layers * self.block_size) + offsets
+        return torch.from_numpy(rows).to(self.k.device)
+
+    def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put k [T, kv_heads, k_width] and v [T, kv_heads, v_width] at `rows` [T]."""
+        rows = rows + layer * self.block_size
+        self.k.index_copy_(0, rows, k)
+        self.v.index_copy_(0, rows, v)
+
+
+def blocks_that_fit(kv_bytes: int, shape: KvShape, max_model_len: int) -> int:
+    """How many blocks `kv_bytes` hold.
+
+    Raises:
+        ConfigError: they can't hold one sequence of `max_model_len` tokens.
+    """
+    blocks = kv_bytes // shape.block_bytes
+    needed = -(-max_model_len // shape.block_size)
+    if blocks < needed:
+        raise ConfigError(
+            f"--kv-memory: {kv_bytes} bytes hold {blocks * shape.block_size} tokens; one sequence "
+            f"of --max-model-len {max_model_len} needs {needed * shape.block_bytes} bytes; "
+            "give more, or a smaller --max-model-len"
+        )
+    return blocks

@@ -1,0 +1,335 @@
+"""Choosing tokens: adjusted logits, the candidates, and a draw that anyone can repeat.
+
+A draw is a function of the seed, the choice and the token's position, and of nothing else that
+happens in the batch. It takes the largest of logit / temperature + noise, the noise of a token
+being its own draw from a Gumbel distribution (the Gumbel-max trick: Gumbel, 1954). A change in the
+last bits of the logits, as a batch's shape brings, then changes the choice only where two tokens
+tie, which is rarer than with a walk along cumulated probabilities.
+
+The noise is a hash in integer tensor operations: the same on every device, and computed for the
+candidates alone.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from staffel.control.messages import RowResult
+from staffel.control.request import SamplingParams, TokenLogprobs
+from staffel.model.grammar import Matcher
+
+_NUCLEUS_GUESS = 64
+"""How many of the likeliest tokens are sorted first in search of the top-p mass."""
+
+_STEP, _MIX_1, _MIX_2 = (
+    word - 2**64  # as signed words
+    for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""SplitMix64's constants."""
+
+
+class SamplingState:
+    """What the choice of a sequence's next token depends on, besides the logits.
+
+    A pure function of its arguments, so it can be rebuilt wherever the sequence goes on.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: list[int],
+        output_ids: list[int],
+        grammar: Matcher | None,
+    ) -> None:
+        """`grammar` is at its start; the output ids are fed to it here."""
+        self.params = params
+        self.position = len(output_ids)
+        """Output tokens so far: the place of the next one."""
+        self.history = _History(prompt_ids, output_ids) if _has_penalty(params) else None
+        self.grammar = grammar
+        if grammar is not None:
+            grammar.advance(output_ids)
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens are forbidden at this position."""
+        return self.grammar is not None or self.position < self.params.min_tokens
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token of the raw logits is the answer."""
+        greedy = self.params.temperature == 0
+        return greedy and not (self.masks or self.history or self.params.logit_bias)
+
+    def advance(self, token: int) -> None:
+        self.position += 1
+        if self.history is not None:
+            self.history.add(token)
+        if self.grammar is not None:
+            self.grammar.advance([token])
+
+
+def sample(logits: Tensor, states: list[SamplingState]) -> list[RowResult]:
+    """Draw the next token of each row and advance its state.
+
+    Args:
+        logits: [rows, vocabulary], float32; left as they are.
+        states: one a row.
+    """
+    tokens = _choose_all(logits, states)
+    logprobs = _logprobs(logits, tokens, states)
+    return [
+        _result(token, state, logprobs.get(row))
+        for row, (token, state) in enumerate(zip(tokens, states, strict=True))
+    ]
+
+
+def score(logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
+    """Log probabilities of `targets` and of the `top` likeliest tokens of each row.
+
+    `logits` is [rows, vocabulary], float32. Equal logits share the better rank.
+    """
+    norm = logits.logsumexp(-1)
+    chosen = logits.gather(1, torch.tensor(targets, device=logits.device).unsqueeze(1))
+    ranks = (logits > chosen).sum(-1) + 1
+    best = logits.topk(min(top, logits.shape[1]), dim=-1)
+    return [
+        TokenLogprobs(target, logprob, rank, _best_first(ids, values))
+        for target, logprob, rank, ids, values in zip(
+            targets,
+            (chosen.squeeze(1) - norm).tolist(),
+            ranks.tolist(),
+            best.indices.tolist(),
+            (best.values - norm.unsqueeze(1)).tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _best_first(ids: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
+    return sorted(zip(ids, logprobs, strict=True), key=lambda entry: (-entry[1], entry[0]))
+
+
+def _logprobs(
+    logits: Tensor, tokens: list[int], states: list[SamplingState]
+) -> dict[int, TokenLogprobs]:
+    """By row, of the rows that ask."""
+    asked = {
+        row: state.params.logprobs
+        for row, state in enumerate(states)
+        if state.params.logprobs is not None
+    }
+    if not asked:
+        return {}
+    rows = list(asked)
+    scores = score(logits[rows], [tokens[row] for row in rows], max(asked.values()))
+    return {
+        row: TokenLogprobs(s.token, s.logprob, s.rank, s.top[: asked[row]])
+        for row, s in zip(rows, scores, strict=True)
+    }
+
+
+def _result(token: int, state: SamplingState, logprobs: TokenLogprobs | None) -> RowResult:
+    state.advance(token)
+    ended = state.grammar is not None and state.grammar.ended
+    return RowResult(token=token, logprobs=logprobs, grammar_ended=ended)
+
+
+# ---- one token
+
+
+def _choose_all(logits: Tensor, states: list[SamplingState]) -> list[int]:
+    plain = [state.plain for state in states]
+    tokens = logits.argmax(-1) if any(plain) else logits.new_empty(len(states), dtype=torch.long)
+    for row, state in enumerate(states):
+        if not plain[row]:
+            tokens[row] = _choose(logits[row], state)
+    return tokens.tolist()
+
+
+def _choose(raw: Tensor, state: SamplingState) -> Tensor | int:
+    """The next token after `raw`, [vocabulary]."""
+    row = _adjusted(raw, state)
+    if state.masks and row.max() == -torch.inf:
+        return _when_nothing_is_allowed(raw, state.params)
+    if state.params.temperature == 0:
+        return row.argmax()
+    return _draw(row, state.params, state.position)
+
+
+def _when_nothing_is_allowed(raw: Tensor, params: SamplingParams) -> Tensor | int:
+    """End the output, even before min_tokens; if it can't be ended, ignore the masks."""
+    return params.stop_ids[0] if params.stop_ids else raw.argmax()
+
+
+def _draw(row: Tensor, params: SamplingParams, position: int) -> Tensor:
+    ids = _candidates(row, params)
+    logits = row if ids is None else row[ids]
+    if ids is None:
+        ids = torch.arange(len(row), device=row.device)
+    noise = _gumbel(ids, params.seed, params.choice, position)
+    return ids[(_scaled(logits, params.temperature) + noise).argmax()]
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature, float64, the largest at 0 so that none can overflow."""
+    return (logits - logits.max()).double() / temperature
+
+
+# ---- adjusted logits
+
+
+def _adjusted(raw: Tensor, state: SamplingState) -> Tensor:
+    """Bias, penalties and masks applied; `raw` itself where there are none."""
+    params = state.params
+    row = raw.clone() if state.masks or state.history or params.logit_bias else raw
+    if params.logit_bias:
+        ids = _known(params.logit_bias, row)
+        row[ids] += row.new_tensor([params.logit_bias[token] for token in ids])
+    if state.history is not None:
+        _penalise(row, state.history, params)
+    if state.position < params.min_tokens:
+        row[_known(params.stop_ids, row)] = -torch.inf
+    if state.grammar is not None:
+        allowed = torch.from_numpy(state.grammar.mask()).to(row.device)
+        row.masked_fill_(~allowed, -torch.inf)
+    return row
+
+
+def _known(ids: tuple[int, ...] | dict[int, float], row: Tensor) -> list[int]:
+    """Those that can be drawn at all."""
+    return [token for token in ids if 0 <= token < len(row)]
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )
+
+
+class _History:
+    """Which tokens occurred, as tensors over the vocabulary: a step costs the same at any length.
+
+    They are made at the first use, when the vocabulary's size and the device are known.
+    """
+
+    def __init__(self, prompt_ids: list[int], output_ids: list[int]) -> None:
+        self._prompt_ids = prompt_ids
+        self._output_ids = list(output_ids)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """How often each token was put out, float32; whether it occurs at all, bool."""
+        if self._tables is None:
+            outputs, prompt = (
+                torch.tensor(ids, dtype=torch.long, device=like.device)
+                for ids in (self._output_ids, self._prompt_ids)
+            )
+            counts = torch.bincount(outputs, minlength=len(like)).to(like)
+            seen = counts > 0
+            seen[prompt] = True
+            self._tables = counts, seen
+        return self._tables
+
+    def add(self, token: int) -> None:
+        if self._tables is None:
+            self._output_ids.append(token)
+            return
+        counts, seen = self._tables
+        counts[token] += 1
+        seen[token] = True
+
+
+def _penalise(row: Tensor, history: _History, params: SamplingParams) -> None:
+    """Repetition (prompt and output) as in CTRL (Keskar et al., 2019), frequency and presence
+    (output alone) as in OpenAI's API reference."""
+    counts, seen = history.tables(row)
+    if params.repetition_penalty != 1:
+        penalty = params.repetition_penalty
+        row.copy_(torch.where(seen, torch.where(row > 0, row / penalty, row * penalty), row))
+    if params.frequency_penalty != 0:
+        row.sub_(counts, alpha=params.frequency_penalty)
+    if params.presence_penalty != 0:
+        row.sub_((counts > 0).to(row), alpha=params.presence_penalty)
+
+
+# ---- candidates
+
+
+def _candidates(row: Tensor, params: SamplingParams) -> Tensor | None:
+    """Ids that top_k, then top_p, then min_p leave; None: all.
+
+    Each keeps what reaches a floor, so tokens of equal logits stay or go together, and the set
+    doesn't depend on how a sort orders them.
+    """
+    ids = None
+    if 0 < params.top_k < len(row):
+        ids, row = _at_least(_top_k_floor(row, params.top_k), ids, row)
+    if params.top_p < 1:
+        ids, row = _at_least(_top_p_floor(row, params.top_p, params.temperature), ids, row)
+    if params.min_p > 0:
+        ids, row = _at_least(_min_p_floor(row, params.min_p, params.temperature), ids, row)
+    return ids
+
+
+def _at_least(floor: Tensor, ids: Tensor | None, row: Tensor) -> tuple[Tensor, Tensor]:
+    kept = (row >= floor).nonzero().squeeze(1)
+    return kept if ids is None else ids[kept], row[kept]
+
+
+def _top_k_floor(row: Tensor, k: int) -> Tensor:
+    return row.topk(k).values[-1]
+
+
+def _top_p_floor(row: Tensor, p: float, temperature: float) -> Tensor:
+    """The lowest logit of the smallest set of likeliest tokens whose probability reaches `p`."""
+    mass = p * _scaled(row, temperature).exp().sum()
+    size = _NUCLEUS_GUESS
+    while True:  # a full sort costs many times more than a part of it
+        best = row.topk(min(size, len(row))).values
+        reached = _scaled(best, temperature).exp().cumsum(0)
+        if size >= len(row) or reached[-1] >= mass:
+            short = int((reached < mass).sum())
+            return best[min(short, len(best) - 1)]
+        size *= 16
+
+
+def _min_p_floor(row: Tensor, p: float, temperature: float) -> Tensor:
+    """The logit whose probability is `p` times the likeliest one's."""
+    kept = _scaled(row, temperature).exp() >= p
+    return row[kept].min()
+
+
+# ---- noise
+
+
+def _gumbel(ids: Tensor, seed: int, choice: int, position: int) -> Tensor:
+    """Standard Gumbel noise of the tokens `ids`, float64."""
+    bits = _hash(ids, _key(seed, choice, position))
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # never 0, never 1
+    return -(-uniform.log()).log()
+
+
+def _key(seed: int, choice: int, position: int) -> int:
+    """64 well-mixed bits, as a signed integer."""
+    words = b"".join((word % 2**64).to_bytes(8, "little") for word in (seed, choice, position))
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)
+
+
+def _hash(ids: Tensor, key: int) -> Tensor:
+    """64 bits for each id: output number `id` of SplitMix64 started at `key` (Steele, Lea and
+    Flood, Fast Splittable Pseudorandom Number Generators, 2014). Products wrap, as they should."""
+    z = (ids + 1) * _STEP + key
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,33 @@
+"""The real tokeniser, and apps over a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from staffel.api.app import create_app
+from staffel.api.serving import ApiOptions
+from staffel.api.tokens import Tokenizer
+from tests.api.doubles import Script, ScriptedEngineDouble, make_spec
+
+MakeApp = Callable[..., tuple[FastAPI, ScriptedEngineDouble]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(real_model: Path) -> Tokenizer:
+    return Tokenizer.load(real_model)
+
+
+@pytest.fixture
+def make_app(tokenizer: Tokenizer) -> MakeApp:
+    def make(
+        script: Script, options: ApiOptions | None = None, **spec: Any
+    ) -> tuple[FastAPI, ScriptedEngineDouble]:
+        engine = ScriptedEngineDouble(script)
+        return create_app(engine, make_spec(**spec), tokenizer, options), engine
+
+    return make
