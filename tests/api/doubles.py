@@ -6,12 +6,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
-from staffel.api.engine import InstanceStatus, State
+from staffel.api.engine import State
 from staffel.api.tokens import Tokenizer
 from staffel.config import ModelSpec
 from staffel.control.messages import Delta, Failure, Load
@@ -19,6 +20,14 @@ from staffel.control.request import FinishReason, Request, TokenLogprobs
 
 EOS = 2
 Script = Callable[[Request], Iterable[Delta | Failure | None]]
+
+
+@dataclass(frozen=True)
+class StatusDouble:
+    instance: str
+    role: str
+    ready: bool
+    load: Load | None
 
 
 class ScriptedEngineDouble:
@@ -52,11 +61,11 @@ class ScriptedEngineDouble:
     def state(self) -> State:
         return self.current
 
-    def status(self) -> list[InstanceStatus]:
+    def status(self) -> list[StatusDouble]:
         load = Load(2, 1, 3, 4, 5, 16, 7, 8)
         return [
-            InstanceStatus(instance="prefill-0", role="prefill", ready=True, load=load),
-            InstanceStatus(instance="decode-0", role="decode", ready=False, load=None),
+            StatusDouble("prefill-0", "prefill", True, load),
+            StatusDouble("decode-0", "decode", False, None),
         ]
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -135,6 +136,37 @@ def test_rows_beyond_what_is_known_are_refused(first: Driver) -> None:
         first.run(rows=(Row(other.slot, 0, BLOCK + 1, [0], False),))
     with pytest.raises(ValueError, match=f"slot {other.slot}"):
         first.run(rows=(Row(other.slot, 0, 2, [], True),))
+
+
+class OnlyEven:
+    """A grammar: two tokens of even id."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.taken == 2
+
+    def advance(self, ids: list[int]) -> None:
+        self.taken += len(ids)
+
+    def mask(self) -> np.ndarray:
+        return np.arange(VOCAB) % 2 == 0
+
+
+@pytest.mark.parametrize("emitted", [[], [4]])
+def test_a_grammar_goes_on_where_the_ids_end(
+    first: Driver, monkeypatch: pytest.MonkeyPatch, emitted: list[int]
+) -> None:
+    monkeypatch.setattr(first.executor._grammars, "matcher", {"even": OnlyEven()}.get)
+    params = msgspec.structs.replace(GREEDY, grammar="even")
+    seat = first.enter(PROMPT, params, emitted)
+    for _ in range(2 - len(emitted)):
+        first.step([seat], 100)
+    assert all(token % 2 == 0 for token in seat.tokens)
+    ended = [result.grammar_ended for result in seat.results]
+    assert ended == [False] * (len(ended) - 1) + [True]
 
 
 # ---- scoring prompts

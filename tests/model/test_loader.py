@@ -89,15 +89,16 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
 def test_a_window_that_does_not_arrive_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_model("gemma2", tmp_path)
+    path = make_model("gemma2", tmp_path)  # its window is 21
     note = hook.Probe._note
 
     def without_window(self, module, q, k, v, how):
         return note(self, module, q, k, v, hook.Flavour(scaling=how.scaling))
 
     monkeypatch.setattr(hook.Probe, "_note", without_window)
+    load(path, dtype=torch.float32, max_model_len=21)  # nothing can outgrow it
     with pytest.raises(ConfigError, match="sliding window"):
-        load(path, dtype=torch.float32, max_model_len=MAX_LEN)
+        load(path, dtype=torch.float32, max_model_len=22)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
-from msgspec import Struct
-
-from staffel.config import Role
 from staffel.control.messages import Delta, Failure, Load
 from staffel.control.request import Request
 
@@ -16,14 +13,18 @@ Stream = AsyncIterator[Delta | Failure]
 """Deltas up to one with `finish` set; or, at any point, a Failure as the last item."""
 
 
-class InstanceStatus(Struct, frozen=True, kw_only=True):
+class InstanceStatus(Protocol):
     """An instance as the router sees it now."""
 
-    instance: str
-    role: Role
-    ready: bool
-    load: Load | None
-    """None before the first report."""
+    @property
+    def instance(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def load(self) -> Load | None:
+        """None before the first report."""
 
 
 class Engine(Protocol):
@@ -38,4 +39,4 @@ class Engine(Protocol):
     def state(self) -> State:
         """ "ready" is the only state that takes requests; "degraded": a phase has no instance."""
 
-    def status(self) -> list[InstanceStatus]: ...
+    def status(self) -> Sequence[InstanceStatus]: ...

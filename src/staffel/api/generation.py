@@ -91,7 +91,7 @@ class Generation:
         assert piece.finish
         self._record.finishes.append(piece.finish)
         self._running.discard(index)
-        if False:
+        if at_work:
             self._engine.cancel(self.job.requests[index].id)
 
     def usage(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -104,7 +104,7 @@ _LABELS = ["instance", "role"]
 def _per_instance(
     name: str,
     text: str,
-    instances: list[InstanceStatus],
+    instances: Sequence[InstanceStatus],
     field: str,
     family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
@@ -116,7 +116,7 @@ def _per_instance(
     return metric
 
 
-def _blocks(instances: list[InstanceStatus]) -> Metric:
+def _blocks(instances: Sequence[InstanceStatus]) -> Metric:
     metric = GaugeMetricFamily(
         "staffel_instance_blocks",
         "KV cache blocks: free (hold nothing), cached (kept for prefix hits), used.",

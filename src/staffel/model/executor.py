@@ -147,13 +147,12 @@ class Executor:
         step, ids = self._slots.pack(rows)
         self._attention.begin(step)
         firsts = step.offsets.tolist()
-        ends = [first + row.count - 1 for first, row in zip(firsts, rows, strict=True)]
-        drawn = [end for end, row in zip(ends, rows, strict=True) if row.sample]
+        drawn = [first + r.count - 1 for first, r in zip(firsts, rows, strict=True) if r.sample]
         targets = [self._targets(row) for row in rows]
         scored = [
             first + place
-            for first, ids_of_row in zip(firsts, targets, strict=True)
-            for place in range(len(ids_of_row or ()))
+            for first, follow in zip(firsts, targets, strict=True)
+            for place in range(len(follow or ()))
         ]
         logits = self._model.logits(ids, step.positions, drawn + scored).float().cpu()
         results = self._draw(rows, logits[: len(drawn)])

@@ -76,7 +76,7 @@ def load(path: Path, *, dtype: torch.dtype, max_model_len: int) -> CausalLM:
         _check_config(config)
         net = _read_weights(path, config, dtype)
     rotary.pin(net, max_model_len)
-    return CausalLM(net, _probe(net))
+    return CausalLM(net, _probe(net, max_model_len))
 
 
 def _read_config(path: Path) -> PreTrainedConfig:
@@ -131,7 +131,7 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
 # ---- the probe run
 
 
-def _probe(net: PreTrainedModel) -> list[hook.AttentionLayer]:
+def _probe(net: PreTrainedModel, max_model_len: int) -> list[hook.AttentionLayer]:
     """Run three tokens to see which modules attend; refuse what doesn't go as it should."""
     probe = hook.Probe()
     probe.connect(net)
@@ -145,20 +145,20 @@ def _probe(net: PreTrainedModel) -> list[hook.AttentionLayer]:
         raise Refused(name, f"packed input doesn't go through ({error!r})") from error
     finally:
         hook.disconnect(net)
-    for reason in _oddities(net, probe.layers, logits):
+    for reason in _oddities(net, probe.layers, logits, max_model_len):
         raise Refused(name, reason)
     return probe.layers
 
 
 def _oddities(
-    net: PreTrainedModel, layers: list[hook.AttentionLayer], logits: Tensor
+    net: PreTrainedModel, layers: list[hook.AttentionLayer], logits: Tensor, max_model_len: int
 ) -> Iterator[str]:
     """What a model did in the probe run that ours can't serve."""
     config = _text_config(net.config)
     expected = config.num_hidden_layers
     if len(layers) != expected or len({id(layer.module) for layer in layers}) != expected:
         yield f"their {expected} layers call transformers' attention interface {len(layers)} times"
-    elif not _windows_arrive(config, layers):
+    elif _slides(config, max_model_len) and not _windows_arrive(config, layers):
         yield "they have a sliding window, and don't tell transformers' attention interface"
     elif len({layer.shape for layer in layers}) > 1:
         yield "their layers differ in the shape of their KV"
@@ -166,11 +166,16 @@ def _oddities(
         yield "they can't compute logits for chosen positions only"
 
 
+def _slides(config: PreTrainedConfig, max_model_len: int) -> bool:
+    """Whether there is a window that a sequence can outgrow."""
+    window = getattr(config, "sliding_window", None)
+    return window is not None and window < max_model_len
+
+
 def _windows_arrive(config: PreTrainedConfig, layers: list[hook.AttentionLayer]) -> bool:
     """Whether every layer that slides says so. The self-check is too short to see it."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        slides = getattr(config, "sliding_window", None) is not None
-        return not slides or any(layer.window for layer in layers)
+        return any(layer.window for layer in layers)
     pairs = zip(kinds, layers, strict=True)
     return all(layer.window for kind, layer in pairs if kind == "sliding_attention")

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from staffel.config import ConfigError
 from staffel.control.messages import KvRegion
-from staffel.transfer.base import KvShape, Unreachable
+from staffel.transfer.base import KvMemory, KvShape, Unreachable
 
 _NAME = "staffel-kv"
 _WORD = 8
@@ -44,11 +45,11 @@ class _Layout:
         row *= getattr(torch, region.dtype).itemsize
         return cls(region.slots, region.num_blocks, row * region.k_width, row * region.v_width)
 
-    def words(self, memory: mmap.mmap) -> np.ndarray:
+    def words(self, memory: mmap.mmap) -> NDArray[np.int64]:
         """The generation words: int64 [slots]."""
         return np.frombuffer(memory, np.int64, self.slots)
 
-    def blocks(self, memory: mmap.mmap) -> tuple[np.ndarray, np.ndarray]:
+    def blocks(self, memory: mmap.mmap) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The bytes of K and of V: uint8 [num_blocks, bytes of a block]."""
         k = np.frombuffer(memory, np.uint8, self.num_blocks * self.k_block, self.k)
         v = np.frombuffer(memory, np.uint8, self.num_blocks * self.v_block, self.v)
@@ -61,11 +62,11 @@ class SharedMemory:
     def __init__(self, shape: KvShape) -> None:
         layout = _Layout(shape.slots, shape.num_blocks, shape.k_block_bytes, shape.v_block_bytes)
         self._fd = _allocate(layout.size)
-        memory = mmap.mmap(self._fd, layout.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.words = layout.words(memory)
-        self.k_bytes, self.v_bytes = layout.blocks(memory)
-        self.k = _tensor(self.k_bytes, shape, shape.k_width)
-        self.v = _tensor(self.v_bytes, shape, shape.v_width)
+        memory = mmap.mmap(self._fd, layout.size)
+        self._words = layout.words(memory)
+        k, v = layout.blocks(memory)
+        self.k = _tensor(k, shape, shape.k_width)
+        self.v = _tensor(v, shape, shape.v_width)
         self.region = KvRegion(
             kind="shm",
             pid=os.getpid(),
@@ -82,10 +83,10 @@ class SharedMemory:
         )
 
     def set_generation(self, slot: int, dispatch: int) -> None:
-        self.words[slot] = dispatch
+        self._words[slot] = dispatch
 
     def clear(self, slot: int) -> None:
-        self.words[slot] = 0
+        self._words[slot] = 0
 
     def close(self) -> None:
         if self._fd < 0:
@@ -93,36 +94,40 @@ class SharedMemory:
         os.close(self._fd)
         self._fd = -1
         # The mapping goes with the last view of it: dropping the views is what unmaps.
-        del self.words, self.k_bytes, self.v_bytes, self.k, self.v
+        del self._words, self.k, self.v
 
 
 class SharedPeer:
     """The reader's side: another process's region (or this one's), mapped read-only. A `Peer`."""
 
-    def __init__(self, region: KvRegion, own: SharedMemory) -> None:
+    def __init__(self, region: KvRegion, own: KvMemory) -> None:
         layout = _Layout.of(region)
         memory = _map_peer(region, layout.size)
-        self._own = own
+        self._own_k, self._own_v = _bytes(own.k), _bytes(own.v)
         self._words = layout.words(memory)
         self._k, self._v = layout.blocks(memory)
 
     def read_blocks(self, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        own_k, own_v = self._own.k_bytes, self._own.v_bytes
         # One memmove per block: fancy indexing over blocks is many times slower.
         for source, block in zip(source_blocks, blocks, strict=True):
-            own_k[block] = self._k[source]
-            own_v[block] = self._v[source]
+            self._own_k[block] = self._k[source]
+            self._own_v[block] = self._v[source]
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         return int(self._words[slot]) == dispatch
 
     def close(self) -> None:
-        del self._words, self._k, self._v, self._own
+        del self._words, self._k, self._v, self._own_k, self._own_v
 
 
-def _tensor(data: np.ndarray, shape: KvShape, width: int) -> torch.Tensor:
+def _tensor(data: NDArray[np.uint8], shape: KvShape, width: int) -> torch.Tensor:
     sizes = (shape.num_blocks, shape.layers, shape.block_size, shape.kv_heads, width)
     return torch.from_numpy(data).view(shape.dtype).view(sizes)
+
+
+def _bytes(blocks: torch.Tensor) -> NDArray[np.uint8]:
+    """uint8 [num_blocks, bytes of a block], the same memory."""
+    return blocks.flatten(1).view(torch.uint8).numpy()
 
 
 def _allocate(size: int) -> int:
