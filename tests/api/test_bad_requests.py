@@ -56,6 +56,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
      "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
      "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+     "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
      "response_format"),
     ({"best_of": 2}, "best_of"),

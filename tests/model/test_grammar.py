@@ -149,9 +149,11 @@ def test_constrained_draws_fit_the_schema_and_resume_from_ids(
     assert all(finish(ids[:cut]) == ids for cut in range(len(ids)))
 
 
-def test_a_bad_grammar_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(ValueError, match="grammar"):
-        grammars.matcher("start: nothing")
+def test_a_bad_grammar_has_ended(grammars: Grammars, caplog) -> None:
+    matcher = grammars.matcher("start: nothing")
+    assert matcher.ended
+    assert matcher.mask().nonzero()[0].tolist() == [EOS]
+    assert "can't be followed" in caplog.text
 
 
 def test_a_model_without_tokenizer_json_is_named(tmp_path: Path) -> None:

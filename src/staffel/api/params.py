@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 
 from staffel.api.errors import bad_field, context_exceeded
@@ -13,6 +13,8 @@ from staffel.config import ModelSpec
 from staffel.control.request import Request, SamplingParams
 
 _UINT64 = 2**64 - 1
+_BYTES = LLTokenizer("byte")
+"""A vocabulary of bytes: enough to see whether a grammar can be followed at all."""
 
 
 def build_job(
@@ -117,9 +119,17 @@ def _grammar(wanted: ResponseFormat | None) -> str | None:
         grammar = LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_flexible": False}
         )
-        problem = LLMatcher.validate_grammar(grammar)
+        problem = _grammar_problem(grammar)
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if problem:
         raise bad_field("response_format", f"this schema can't be followed: {problem}")
     return grammar
+
+
+def _grammar_problem(grammar: str) -> str | None:
+    """Why llguidance can't follow the grammar, if so; some only fail when a token is wanted."""
+    matcher = LLMatcher(_BYTES, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error().partition("\n")[0] if matcher.is_error() else None

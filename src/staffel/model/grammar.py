@@ -35,9 +35,11 @@ class Grammars:
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the start of `grammar`, llguidance's grammar text.
 
+        The API has validated it; one that fails all the same has ended before it began, since
+        one request must not take an instance down.
+
         Raises:
             ConfigError: the model has no tokenizer.json.
-            ValueError: the grammar is not valid.
         """
         fresh = self._compiled(grammar).deep_copy()
         return Matcher(fresh, self._tokenizer.vocab_size, self._vocab_size, self._eos_ids)
@@ -45,7 +47,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"grammar: {matcher.get_error()}")
+            log.error("a grammar can't be followed: %s", _reason(matcher))
         return matcher
 
     @cached_property
@@ -80,8 +82,7 @@ class Matcher:
             if self.ended:
                 return
             if not self._matcher.consume_token(token):
-                reason = self._matcher.get_error().partition("\n")[0]
-                log.warning("the grammar ends early: %s", reason)
+                log.warning("the grammar ends early: %s", _reason(self._matcher))
 
     def mask(self) -> NDArray[np.bool_]:
         """Which ids may come next, [vocab_size]; ids that the tokenizer lacks may not."""
@@ -93,3 +94,8 @@ class Matcher:
         bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
         allowed[: self._size] = bits[: self._size]
         return allowed
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """llguidance's error without the state that it prints below."""
+    return matcher.get_error().partition("\n")[0]
