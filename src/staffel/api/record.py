@@ -78,7 +78,9 @@ class Record:
         self.metrics.output_tokens.inc(self.output_tokens)
         if self.finish in ("stop", "length") and self._choices:
             self._observe_latencies()
-        _log.info("client request ended", extra={"fields": self._line()})
+        # What reached the router has a line of its own there, with the times of each phase.
+        level = logging.DEBUG if self.prompt_tokens else logging.INFO
+        _log.log(level, "client request ended", extra={"fields": self._line()})
 
     def _observe_latencies(self) -> None:
         last = max(times.last for times in self._choices.values())
