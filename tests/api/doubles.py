@@ -61,6 +61,10 @@ class ScriptedEngineDouble:
     def state(self) -> State:
         return self.current
 
+    @property
+    def queued(self) -> int:
+        return 9
+
     def status(self) -> list[StatusDouble]:
         load = Load(2, 1, 3, 4, 5, 16, 7, 8)
         return [

@@ -15,9 +15,7 @@ MakeServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
-def make_server(
-    tmp_path_factory: pytest.TempPathFactory, real_model: Path
-) -> Iterator[MakeServer]:
+def make_server(tmp_path_factory: pytest.TempPathFactory, real_model: Path) -> Iterator[MakeServer]:
     """Makes servers that aren't started yet; the model is there, whoever asks first."""
     made: list[Server] = []
 

@@ -39,4 +39,8 @@ class Engine(Protocol):
     def state(self) -> State:
         """ "ready" is the only state that takes requests; "degraded": a phase has no instance."""
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait in the router for an instance to take them."""
+
     def status(self) -> Sequence[InstanceStatus]: ...

@@ -78,6 +78,9 @@ class _Instances:
         yield GaugeMetricFamily(
             "staffel_ready", "Requests are taken.", int(self._engine.state() == "ready")
         )
+        yield GaugeMetricFamily(
+            "staffel_queued", "Requests that wait in the router.", self._engine.queued
+        )
         yield _per_instance("staffel_instance_ready", "The instance serves.", instances, "ready")
         for field, text in (
             ("running", "Sequences in the batch."),

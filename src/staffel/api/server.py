@@ -184,14 +184,19 @@ async def _run(
     """From the start of the instances to the signal that ends everything."""
     started = asyncio.create_task(service.start())
     stopped = asyncio.create_task(ending.stop.wait())
-    await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if stopped.done():
-        started.cancel()
-        await asyncio.wait({started})
-        return
-    started.result()
-    announce()
-    await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
+    failed = asyncio.create_task(service.failed())
+    try:
+        await asyncio.wait({started, stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            started.result()
+            announce()
+            await asyncio.wait({stopped, failed, http}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+    finally:
+        for task in (started, stopped, failed):
+            task.cancel()
+        await asyncio.gather(started, stopped, failed, return_exceptions=True)
 
 
 def _banner(model: ModelSpec, options: ServeOptions, jobs: list[InstanceJob]) -> str:

@@ -7,7 +7,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +38,7 @@ request_log = logging.getLogger("staffel.request")
 State = Literal["starting", "ready", "draining", "degraded"]
 
 _TICK_S = 0.25
+_LAST_WORDS_S = 2
 
 
 class Stream:
@@ -97,6 +98,7 @@ class Service:
         self._draining = False
         self._stopped = False
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -107,14 +109,12 @@ class Service:
 
         Raises ConfigError where one can't start, with its reason; then all have been stopped.
         """
-        self._tasks = [
-            asyncio.create_task(self._receive_forever()),
-            asyncio.create_task(self._tick_forever()),
-        ]
+        self._keep_running(self._receive_forever())
+        self._keep_running(self._tick_forever())
         try:
             for job in self._jobs.values():
                 self._handles[job.name] = await self._launcher.launch(job)
-                self._tasks.append(asyncio.create_task(self._watch(job)))
+                self._keep_running(self._watch(job))
             await self._started
         except BaseException:
             await self.stop()
@@ -123,6 +123,10 @@ class Service:
     def drain(self) -> None:
         """Take no new requests; running ones go on."""
         self._draining = True
+
+    async def failed(self) -> None:
+        """Raises when the router itself fails, which no request survives; else never returns."""
+        await self._failed
 
     async def drained(self) -> None:
         """Return when no request is running."""
@@ -159,6 +163,16 @@ class Service:
     def queued(self) -> int:
         """Requests that wait in the router."""
         return self._core.queued
+
+    def _keep_running(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._note_failure)
+        self._tasks.append(task)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     # ---- requests
 
@@ -214,12 +228,7 @@ class Service:
 
     async def _receive_forever(self) -> None:
         while True:
-            message = await self._link.receive()
-            try:
-                self._take(message)
-            except Exception:
-                log.exception("the router failed on a message")
-                raise
+            self._take(await self._link.receive())
 
     def _take(self, message: FromInstance) -> None:
         if message.incarnation != self._jobs[message.instance].incarnation:
@@ -248,6 +257,9 @@ class Service:
         log.error("%s has ended", job.name)
         self._ready.discard(job.name)
         self._loads.pop(job.name, None)
+        if not self._started.done():
+            # Its reason may still be on its way.
+            await asyncio.wait({self._started}, timeout=_LAST_WORDS_S)
         self._refuse_start(f"{job.name} ended before it was ready; its log says why")
         self._act(self._core.lost(job.name, job.incarnation, time.monotonic_ns()))
 

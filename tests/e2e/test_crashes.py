@@ -1,0 +1,149 @@
+"""Instances that are killed: what has another instance goes on, the rest ends with a 503."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import SMALL, MakeServer
+from tests.e2e.server import MODEL, Server, until
+
+pytestmark = pytest.mark.e2e
+
+LONG = 40
+
+
+@pytest.fixture(scope="module")
+def two_prefill(make_server: MakeServer) -> Iterator[Server]:
+    with make_server("--prefill", "2", "--decode", "1", *SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two_decode(make_server: MakeServer) -> Iterator[Server]:
+    with make_server("--prefill", "1", "--decode", "2", *SMALL) as server:
+        yield server
+
+
+def stream(
+    server: Server, prompt: str, max_tokens: int = LONG, at: Callable[[int], Any] = int
+) -> list[int]:
+    """Greedy token ids of a completion; `at` hears how many have come."""
+    ids: list[int] = []
+    chunks = server.client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    for chunk in chunks:
+        ids += chunk.choices[0].model_extra["token_ids"]  # type: ignore[index]
+        at(len(ids))
+    return ids
+
+
+class Running:
+    """Streams in threads, which can be waited for until each has got some tokens."""
+
+    def __init__(self, server: Server, prompts: list[str], tokens: int) -> None:
+        self._pool = ThreadPoolExecutor(len(prompts))
+        self._far = [Event() for _ in prompts]
+        self.streams: list[Future[list[int]]] = [
+            self._pool.submit(
+                stream, server, prompt, LONG, lambda n, f=far: n >= tokens and f.set()
+            )
+            for prompt, far in zip(prompts, self._far, strict=True)
+        ]
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def wait(self) -> None:
+        """Until each has got `tokens` tokens."""
+        assert all(far.wait(30) for far in self._far)
+
+    def results(self) -> list[list[int]]:
+        return [running.result(60) for running in self.streams]
+
+
+TALES = ["Once upon a time", "The first law of motion says", "A recipe for apple pie:", "In 1969,"]
+MANY = [
+    f"Chapter {number}. " + "The sea was calm and the wind was low. " * 12 for number in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def tales(disaggregated: Server) -> list[list[int]]:
+    """What nothing disturbed."""
+    with Running(disaggregated, TALES, LONG) as running:
+        return running.results()
+
+
+def check_refuses(server: Server) -> None:
+    """A phase is gone: alive, not ready, and new requests hear so at once."""
+    until(lambda: server.status("/ready") == 503, 2, "/ready says 503")
+    assert server.status("/health") == 200
+    for stream in (False, True):
+        body = {"prompt": "x", "max_tokens": 1, "stream": stream}
+        refused = server.http.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == 503
+        assert int(refused.headers["Retry-After"]) >= 1
+
+
+def test_a_prefill_instance_dies_during_prefill(two_prefill: Server) -> None:
+    """Its prompts go to the other one."""
+    with Running(two_prefill, MANY, 1) as running:
+        until(lambda: two_prefill.instances()["prefill-0"].started >= 2, 20, "prefill-0 has work")
+        two_prefill.kill_instance("prefill-0")
+        assert [len(ids) for ids in running.results()] == [LONG] * len(MANY)
+    assert two_prefill.status("/ready") == 200
+    assert any(line["losses"] for line in two_prefill.summaries())
+
+
+def test_the_last_prefill_instance_dies(two_prefill: Server, tales: list[list[int]]) -> None:
+    """What decodes goes on to its end."""
+    with Running(two_prefill, TALES, 8) as running:
+        running.wait()
+        two_prefill.kill_instance("prefill-1")
+        check_refuses(two_prefill)
+        assert running.results() == tales
+    until(lambda: two_prefill.quiet, 2, "the decode instance is free")
+
+
+def test_a_decode_instance_dies(two_decode: Server, tales: list[list[int]]) -> None:
+    """No token twice, none missing."""
+    with Running(two_decode, TALES, 8) as running:
+        running.wait()
+        two_decode.kill_instance("decode-0")
+        assert running.results() == tales
+    assert any(line["losses"] == 1 for line in two_decode.summaries())
+    assert two_decode.status("/ready") == 200
+    until(lambda: two_decode.quiet, 2, "everything is free")
+
+
+def test_the_last_decode_instance_dies(two_decode: Server) -> None:
+    """Streams get a 503 as an event, others as their answer; nobody hangs."""
+    with ThreadPoolExecutor(1) as pool, Running(two_decode, TALES[:2], 4) as running:
+        whole = pool.submit(two_decode.greedy, "Tell me a long story.", 200)
+        running.wait()
+        two_decode.kill_instance("decode-1")
+        for broken in running.streams:
+            with pytest.raises(openai.APIError) as event:
+                broken.result(10)
+            assert event.value.code == 503
+        with pytest.raises(openai.InternalServerError) as answer:
+            whole.result(10)
+        assert answer.value.status_code == 503
+    check_refuses(two_decode)
+    until(lambda: two_decode.quiet, 2, "the prefill instance is free")

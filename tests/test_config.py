@@ -1,0 +1,117 @@
+"""Wrong configuration is refused with the field's name and the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 2**30), ("512 MiB", 2**29), ("2GB", 2 * 10**9), ("1.5k", 1500), (4096, 4096)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "1XB", "0", "1 GiB GiB"])
+def test_bad_sizes_name_the_field(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_memory"):
+        InstanceSpec(role="decode", kv_memory=text)
+
+
+def placement(text: str, tmp_path: Path) -> Placement:
+    file = tmp_path / "placement.yaml"
+    file.write_text(text)
+    return Placement.load(file)
+
+
+def test_placement_file(tmp_path: Path) -> None:
+    loaded = placement(
+        "instances:\n  - {role: prefill, count: 2, kv_memory: 2GiB}\n  - {role: decode}\n", tmp_path
+    )
+    assert loaded.short() == "2P1D"
+    names = [name for name, _ in loaded.each()]
+    assert names == ["prefill-0", "prefill-1", "decode-0"]
+    assert loaded.instances[0].kv_bytes == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("instances: []", "--prefill"),
+        ("instances: [{role: prefill}]", "no decode instance"),
+        ("instances: [{role: decode}]", "no prefill instance"),
+        ("instances: [{role: cook}]", "role"),
+        ("instances: [{role: colocated, kv_memory: lots}]", "kv_memory"),
+        ("instances: [{role: colocated, colour: red}]", "colour"),
+        ("instances: [{role: colocated, count: 0}]", "count"),
+        ("instances: [{role: colocated, threads: 0}]", "threads"),
+        ("instances: [{role: colocated, parallel: {tp: 2}}]", "tp"),
+        ("instances: [{role: colocated}, {role: colocated, block_size: 32}]", "block_size"),
+        ("instances: 3", "instances"),
+        ("a: [", "placement"),
+    ],
+)
+def test_bad_placements_name_the_field(text: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        placement(text, tmp_path)
+
+
+def test_missing_placement_file_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--placement: no file"):
+        Placement.load(tmp_path / "none.yaml")
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "eos_token_id": 3,
+}
+
+
+def model(tmp_path: Path, generation: dict | None = None, **changes: object) -> ModelSpec:
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelSpec.load(tmp_path, name="m", max_model_len=None)
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    spec = model(tmp_path)
+    assert (spec.max_model_len, spec.eos_ids, spec.vocab_size) == (64, (3,), 100)
+
+
+def test_generation_config_has_the_last_word_on_the_end(tmp_path: Path) -> None:
+    assert model(tmp_path, {"eos_token_id": [4, 5]}).eos_ids == (4, 5)
+    assert model(tmp_path, {}).eos_ids == (3,)
+
+
+def test_model_folder_without_limit_asks_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        model(tmp_path, max_position_embeddings=None)
+
+
+def test_limit_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
+    model(tmp_path)
+    with pytest.raises(ConfigError, match="--max-model-len: 65"):
+        ModelSpec.load(tmp_path, name="m", max_model_len=65)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{"])
+def test_broken_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelSpec.load(tmp_path, name="m")
+
+
+def test_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        ModelSpec.load(tmp_path, name="m")
