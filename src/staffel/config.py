@@ -6,6 +6,7 @@ Every error is a `ConfigError` whose text names the field and the way out.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -233,3 +234,58 @@ class Placement(
             raise
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ConfigError(f"--placement: {path}: {error}") from None
+
+
+class SLO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds that a request must keep, all of them. Seconds; None: no bound.
+
+    What each objective means is defined in `staffel.bench.records`.
+    """
+
+    ttft: float | None = None
+    """Arrival to first token."""
+    tpot: float | None = None
+    """Mean time per output token after the first."""
+    itl_p99: float | None = None
+    """99th percentile of the request's own gaps between tokens."""
+    e2e: float | None = None
+    """Arrival to last token."""
+    ema: float | None = None
+    """Largest exponentially weighted mean of the gaps between tokens."""
+
+    def __post_init__(self) -> None:
+        bounds = self.bounds()
+        if not bounds:
+            raise ConfigError(f"slo: give at least one of {', '.join(self.__struct_fields__)}")
+        for name, bound in bounds.items():
+            if not (math.isfinite(bound) and bound > 0):
+                raise ConfigError(f"slo: {name}: must be a number of seconds above 0")
+
+    def bounds(self) -> dict[str, float]:
+        """The objectives that are set, in seconds."""
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return {name: value for name, value in values if value is not None}
+
+    def scaled(self, factor: float) -> SLO:
+        """All bounds times `factor`: above 1 is laxer."""
+        return SLO(**{name: bound * factor for name, bound in self.bounds().items()})
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={bound:g}" for name, bound in self.bounds().items())
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """From "ttft=0.25,tpot=0.1". Raises ConfigError naming what is wrong."""
+        bounds: dict[str, float] = {}
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or name not in cls.__struct_fields__:
+                known = ", ".join(cls.__struct_fields__)
+                raise ConfigError(f"--slo: {part!r} is not NAME=SECONDS with one of {known}")
+            if name in bounds:
+                raise ConfigError(f"--slo: {name} is given twice")
+            try:
+                bounds[name] = float(value)
+            except ValueError:
+                raise ConfigError(f"--slo: {name}: {value!r} is not a number of seconds") from None
+        return cls(**bounds)
