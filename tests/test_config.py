@@ -54,6 +54,8 @@ def test_placement_file(tmp_path: Path) -> None:
         ("instances: [{role: colocated, parallel: {tp: 2}}]", "tp"),
         ("instances: [{role: colocated}, {role: colocated, block_size: 32}]", "block_size"),
         ("instances: 3", "instances"),
+        ("instances: [{role: colocated}, {role: colocated, dtype: bfloat16}]", "dtype"),
+        ("instances: [{role: prefill, policy: chunked}, {role: decode}]", "policy"),
         ("a: [", "placement"),
     ],
 )
@@ -63,7 +65,7 @@ def test_bad_placements_name_the_field(text: str, named: str, tmp_path: Path) ->
 
 
 def test_missing_placement_file_names_the_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--placement: no file"):
+    with pytest.raises(ConfigError, match=r"--placement: .*none\.yaml: No such file"):
         Placement.load(tmp_path / "none.yaml")
 
 
@@ -103,6 +105,26 @@ def test_limit_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
     model(tmp_path)
     with pytest.raises(ConfigError, match="--max-model-len: 65"):
         ModelSpec.load(tmp_path, name="m", max_model_len=65)
+
+
+def test_folder_in_place_of_a_placement_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="directory"):
+        Placement.load(tmp_path)
+
+
+def test_zero_is_no_limit_to_be_ignored(tmp_path: Path) -> None:
+    model(tmp_path)
+    with pytest.raises(ConfigError, match="--max-model-len: must be at least 2"):
+        ModelSpec.load(tmp_path, name="m", max_model_len=0)
+
+
+def test_missing_vocabulary_and_broken_generation_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size"):
+        model(tmp_path, vocab_size=None)
+    model(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        ModelSpec.load(tmp_path, name="m")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{"])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import staffel
-from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, Role
+from staffel.bench.commands import app as bench_app
+from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, Role, parse_bytes
+from staffel.terminal import or_error, out, print_table
 
 app = typer.Typer(
     help=staffel.__doc__,
@@ -21,8 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_out = Console()
-_err = Console(stderr=True)
+
+
+app.add_typer(bench_app, name="bench")
 
 
 class PolicyName(StrEnum):
@@ -50,6 +49,7 @@ class LogLevel(StrEnum):
     error = "error"
 
 
+_NOT_FOR = {("prefill", "policy"), ("decode", "policy")}
 _PLACEMENT = "Placement"
 _SERVER = "Server"
 
@@ -93,6 +93,7 @@ def serve(
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Most tokens of a step; longer prompts go in chunks. [default: 256]",
             rich_help_panel=_PLACEMENT,
         ),
@@ -106,11 +107,12 @@ def serve(
     ] = None,
     block_size: Annotated[
         int | None,
-        typer.Option(help="Tokens of a KV block. [default: 16]", rich_help_panel=_PLACEMENT),
+        typer.Option(min=1, help="Tokens of a KV block. [default: 16]", rich_help_panel=_PLACEMENT),
     ] = None,
     max_sequences: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Most sequences in an instance at a time. [default: 128]",
             rich_help_panel=_PLACEMENT,
         ),
@@ -129,6 +131,7 @@ def serve(
     threads: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="CPU threads of each instance. [default: the cores shared out evenly]",
             rich_help_panel=_PLACEMENT,
         ),
@@ -237,7 +240,7 @@ def serve(
         )
         serve_model(spec, options, _announce)
 
-    _or_error(run)
+    or_error(run)
 
 
 @app.command()
@@ -247,12 +250,10 @@ def models() -> None:
 
     found = cached_models()
     if not found:
-        _out.print("No model is cached. `staffel serve` fetches the default one.")
+        out.print("No model is cached. `staffel serve` fetches the default one.")
         return
-    table = Table("model", "size", "folder", box=None)
-    for entry in found:
-        table.add_row(entry.name, f"{entry.bytes / 1e9:.2f} GB", str(entry.path))
-    _out.print(table)
+    rows = [[entry.name, f"{entry.bytes / 1e9:.2f} GB", str(entry.path)] for entry in found]
+    print_table([["model", "size", "folder"], *rows])
 
 
 @app.command()
@@ -273,15 +274,17 @@ def replay(
             raise ConfigError(f"JOURNAL: {journal}: {error.strerror}") from None
         except (msgspec.DecodeError, KeyError) as error:
             raise ConfigError(f"JOURNAL: {journal} is not a whole journal: {error}") from None
+        if not result.calls:
+            raise ConfigError(f"JOURNAL: {journal} is empty; give a file from `serve --record`")
         if result.mismatch is not None:
             _fail_replay(result.mismatch)
-        _out.print(f"{result.cores} cores, {result.calls} calls: every command is the same")
+        out.print(f"{result.cores} cores, {result.calls} calls: every command is the same")
 
-    _or_error(run)
+    or_error(run)
 
 
 def _fail_replay(mismatch: Any) -> NoReturn:
-    _out.print(
+    out.print(
         f"line {mismatch.line}: {mismatch.core}.{mismatch.call} returned something else\n"
         f"  recorded: {mismatch.recorded.decode()}\n  replayed: {mismatch.replayed.decode()}",
         markup=False,
@@ -294,7 +297,7 @@ def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        _out.print(f"staffel {staffel.__version__}")
+        out.print(f"staffel {staffel.__version__}")
         raise typer.Exit
 
 
@@ -316,13 +319,19 @@ def _placement(
     }
     if "policy" in options and not wanted["colocated"]:
         raise ConfigError("--policy: is for colocated instances; add --colocated N")
+    if "kv_memory" in options:
+        parse_bytes(options["kv_memory"], "--kv-memory")
     return Placement(
         instances=tuple(
-            InstanceSpec(role=role, count=count, **options)  # type: ignore[arg-type]
+            InstanceSpec(role=role, count=count, **_of_role(role, options))  # type: ignore[arg-type]
             for role, count in wanted.items()
             if count
         )
     )
+
+
+def _of_role(role: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if (role, name) not in _NOT_FOR}
 
 
 def _model_spec(model: str | None, placement: Placement, max_model_len: int | None) -> ModelSpec:
@@ -338,15 +347,6 @@ def _model_spec(model: str | None, placement: Placement, max_model_len: int | No
 
 def _announce(text: str) -> None:
     print(text, flush=True)
-
-
-def _or_error(run: Callable[[], None]) -> None:
-    """Run; what the user did wrong is said in one line."""
-    try:
-        run()
-    except ConfigError as error:
-        _err.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
 
 
 def main() -> None:

@@ -63,15 +63,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         config = _read_config(path)
         text = {**config, **config.get("text_config", {})}
-        architectures = text.get("architectures") or []
-        if not architectures:
+        architectures = text.get("architectures")
+        if not (isinstance(architectures, list) and architectures):
             raise ConfigError(f"MODEL: {path}/config.json names no architecture")
+        if not isinstance(text.get("vocab_size"), int):
+            raise ConfigError(f"MODEL: {path}/config.json names no vocab_size")
         limit = _context_limit(text)
         if max_model_len is not None and limit is not None and max_model_len > limit:
             raise ConfigError(
                 f"--max-model-len: {max_model_len} is beyond the model's own limit of {limit}"
             )
-        length = max_model_len or limit
+        length = limit if max_model_len is None else max_model_len
         if length is None:
             raise ConfigError("--max-model-len: the model's config names no limit; give one")
         if length < 2:
@@ -88,14 +90,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"MODEL: {path} is no folder; give a Hugging Face folder or a hub id")
-    if not file.is_file():
+    if not (path / "config.json").is_file():
         raise ConfigError(
             f"MODEL: {path} has no config.json; give a Hugging Face model folder "
             "(config.json, tokenizer.json, *.safetensors)"
         )
+    return _read_object(path / "config.json")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
@@ -117,7 +122,7 @@ def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     generation = path / "generation_config.json"
     value = config.get("eos_token_id")
     if generation.is_file():
-        value = json.loads(generation.read_text()).get("eos_token_id", value)
+        value = _read_object(generation).get("eos_token_id", value)
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
@@ -142,8 +147,8 @@ class InstanceSpec(
     role: Role
     count: int = 1
     parallel: ParallelSpec = ParallelSpec()
-    policy: Policy = "chunked"
-    """Batch policy of a colocated instance."""
+    policy: Policy | None = None
+    """Batch policy of a colocated instance; None: chunked."""
     chunk_tokens: int = 256
     """Most tokens of one step; longer prompts are prefilled in chunks."""
     max_sequences: int = 128
@@ -163,6 +168,8 @@ class InstanceSpec(
                 raise ConfigError(f"{field}: must be at least 1")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("threads: must be at least 1")
+        if self.policy is not None and self.role != "colocated":
+            raise ConfigError(f"policy: is for colocated instances, not for role {self.role}")
         parse_bytes(self.kv_memory, "kv_memory")
 
     @property
@@ -198,8 +205,9 @@ class Placement(
                 f"placement: no {lacking} instance; prefill and decode need each other "
                 "(--prefill N --decode N), or use --colocated N"
             )
-        if len({spec.block_size for spec in self.instances}) > 1:
-            raise ConfigError("placement: block_size must be the same for all instances")
+        for field in ("block_size", "dtype"):
+            if len({getattr(spec, field) for spec in self.instances}) > 1:
+                raise ConfigError(f"placement: {field} must be the same for all instances")
 
     def count(self, role: Role) -> int:
         return sum(spec.count for spec in self.instances if spec.role == role)
@@ -228,8 +236,8 @@ class Placement(
         """Read a YAML file. Raises ConfigError with the field's path where it is wrong."""
         try:
             return msgspec.yaml.decode(path.read_bytes(), type=cls)
-        except FileNotFoundError:
-            raise ConfigError(f"--placement: no file {path}") from None
+        except OSError as error:
+            raise ConfigError(f"--placement: {path}: {error.strerror}") from None
         except ConfigError:
             raise
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -272,6 +280,19 @@ class SLO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={bound:g}" for name, bound in self.bounds().items())
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.encode(self) + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> SLO:
+        """Read what `save` wrote. Raises ConfigError where the file isn't that."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ConfigError(f"--slo: {path}: {error.strerror}") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--slo: {path}: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> SLO:

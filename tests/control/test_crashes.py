@@ -335,3 +335,58 @@ def test_expected_output_depends_on_every_id_before() -> None:
     """The tests' own footing: a wrong context would show."""
     a, b = request("a", [1, 2, 3], 20, stop_ids=()), request("b", [1, 2, 4], 20, stop_ids=())
     assert expected_output(a) != expected_output(b)
+
+
+def test_a_loss_noticed_late_for_another_incarnation_changes_nothing() -> None:
+    world = disaggregated()
+    asked = long_request()
+    world.submit(asked)
+    world.act(world.router.lost("decode-0", 999, world.now))
+    world.run()
+    world.assert_served(asked)
+
+
+def test_readers_are_told_to_stop_and_to_unmap_when_their_source_dies() -> None:
+    world = disaggregated(read_blocks=1)
+    world.submit(long_request())
+    until(world, "reading")
+    world.kill("prefill-0")
+    told = [c for order in world.workers["decode-0"].orders for c in order.commands]
+    assert [type(command).__name__ for command in told] == ["Detach", "Cancel"]
+
+
+def test_recovered_requests_keep_their_order() -> None:
+    world = disaggregated(prefill=2)
+    for number in range(6):
+        world.submit(request(f"r{number}", [number + 1] * 40, 3))
+    on_first = [name for name, job in world.router._jobs.items() if job.instance.name[-1] == "0"]
+    world.router.config = msgspec.structs.replace(world.router.config, window_tokens=1)
+    world.kill("prefill-0")
+    assert len(on_first) > 1
+    assert list(world.router._queue) == on_first
+
+
+def test_a_pin_outlives_its_lease_while_a_cancelled_read_winds_up() -> None:
+    world = disaggregated(read_blocks=1)
+    world.submit(long_request())
+    until(world, "reading")
+    world.cancel("r")
+    for _ in range(4):
+        world.tick(LEASE / SECOND / 2)
+        world.step(world.workers["prefill-0"])
+    assert world.workers["prefill-0"].core._load().pinned == 1
+    world.run()
+    world.assert_at_rest()
+
+
+def test_an_instance_that_comes_back_before_its_loss_is_noticed(depth: int) -> None:
+    world = disaggregated(decode=2, depth=depth)
+    asked = long_request()
+    world.submit(asked)
+    until(world, "decode")
+    name = world.router._jobs["r"].instance.name
+    world.add(name, "decode")
+    world.run()
+    world.assert_served(asked)
+    assert world.summaries["r"].losses == 1
+    world.assert_at_rest()

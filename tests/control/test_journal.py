@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from staffel.control.journal import Replay, record, replay
+from staffel.control.messages import BatchResult
 from tests.control.world import World, request
 
 
@@ -59,3 +60,14 @@ def test_a_changed_command_is_shown(lines: list[bytes]) -> None:
 def test_what_is_no_journal_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
         replay([b"hello\n"])
+
+
+def test_the_call_that_failed_is_in_the_journal() -> None:
+    written: list[bytes] = []
+    world = World()
+    worker = world.add("colocated-0", "colocated")
+    record(worker.core, "engine", "colocated-0", written.append)
+    with pytest.raises(KeyError):
+        worker.core.commit(77, BatchResult([], []), 0)
+    assert replay(written) == Replay(1, 1, None)
+    assert b'"commit"' in written[-1]

@@ -277,3 +277,84 @@ def test_one_report_per_step_carries_all_tokens_of_the_step() -> None:
     tokens = [[e for e in report.events if isinstance(e, Tokens)] for report in world.reports]
     assert max(len(events) for events in tokens) == 6
     assert len([events for events in tokens if events]) == 5
+
+
+def test_instances_of_a_phase_share_the_load() -> None:
+    world = disaggregated(2, 2)
+    asked = [request(f"r{i}", prompts(i, [30])[0], 6, stop_ids=()) for i in range(8)]
+    for one in asked:
+        world.submit(one)
+    world.run()
+    world.assert_served(*asked)
+    for phase in ("prefill_instance", "decode_instance"):
+        names = [getattr(summary, phase) for summary in world.summaries.values()]
+        assert sorted(names.count(name) for name in set(names)) == [4, 4]
+
+
+def test_the_window_keeps_prompts_in_the_router_until_they_are_needed() -> None:
+    world = disaggregated(window_tokens=40)
+    for number in range(4):
+        world.submit(request(f"r{number}", prompts(number, [20])[0], 3))
+    assert world.router.queued == 2
+    world.run()
+    world.assert_at_rest()
+
+
+def test_what_a_decode_instance_holds_is_not_read_again() -> None:
+    """The second turn of a conversation brings only what is new to the decode side."""
+    world = disaggregated()
+    prompt = prompts(11, [32])[0]
+    first = request("first", prompt, 8, stop_ids=())
+    world.submit(first)
+    world.run()
+    second = request("second", prompt + expected_output(first) + [7] * 9, 2, stop_ids=())
+    world.submit(second)
+    world.step(world.workers["prefill-0"])
+    while world.router._jobs["second"].stage == "prefill":
+        world.step(world.workers["prefill-0"])
+    worker = world.workers["decode-0"]
+    world.deliver(worker)
+    batch = worker.core.schedule(world.now)
+    held = (32 + 8 - 1) // BLOCK
+    assert sum(len(read.blocks) for read in batch.reads) == -(-len(second.prompt) // BLOCK) - held
+    worker.core.commit(batch.id, worker.executor.execute(batch), world.now)
+    world.run()
+    world.assert_served(first, second)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_local_prompts_and_pulls_do_not_starve_each_other(seed: int) -> None:
+    world = World(local_prefill_below=4)
+    world.add("prefill-0", "prefill", blocks=128)
+    world.add("decode-0", "decode", sequences=2, blocks=16)
+    rng = random.Random(seed)
+    waited: list[str] = []
+    for number in range(120):
+        size = rng.choice([2, 30])
+        asked = request(f"r{number}", [rng.randrange(1, 50) for _ in range(size)], 3, stop_ids=())
+        world.submit(asked)
+        waited.append(asked.id)
+        for _ in range(4):
+            world.turn()
+        done = [name for name in waited[:-20] if name in world.finishes]
+        assert len(done) == len(waited[:-20]), "an old request is passed by newer ones"
+    world.run()
+    world.assert_at_rest()
+
+
+def test_queue_limit_and_window_hold_for_local_prompts_too() -> None:
+    world = disaggregated(local_prefill_below=10, max_queue=2, window_tokens=8)
+    for number in range(12):
+        world.submit(request(f"r{number}", [number + 1, 1, 1], 3))
+    assert [failure.status for failure in world.failures.values()].count(429) > 0
+    world.run()
+    world.assert_at_rest()
+
+
+def test_a_step_of_one_token_computes_one_token() -> None:
+    world = disaggregated(chunk=1)
+    world.submit(request("r", prompts(5, [9])[0]))
+    worker = world.workers["prefill-0"]
+    world.deliver(worker)
+    batch = worker.core.schedule(world.now)
+    assert [row.count for row in batch.rows] == [1]

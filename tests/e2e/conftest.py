@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.answers import QUESTIONS
 from tests.e2e.server import Server
 
-SMALL = ("--max-model-len", "1024", "--kv-memory", "256MiB")
+SMALL = ("--max-model-len", "1024", "--kv-memory", "256MiB", "--threads", "1")
+"""One thread: two that share busy cores with other programs wait for each other for ages."""
 
 MakeServer = Callable[..., Server]
 
@@ -47,3 +49,9 @@ def either(request: pytest.FixtureRequest) -> Server:
     """The test runs on both."""
     server: Server = request.getfixturevalue(request.param)
     return server
+
+
+@pytest.fixture(scope="session")
+def expected(disaggregated: Server) -> dict[str, str]:
+    """Each question's likeliest answer, asked alone."""
+    return {question: disaggregated.greedy(question) for question in QUESTIONS}

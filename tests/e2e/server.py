@@ -139,7 +139,7 @@ class Server:
     @property
     def _instance_processes(self) -> list[psutil.Process]:
         self.processes()
-        return sorted(self._seen.values(), key=lambda child: (child._create_time, child.pid))
+        return sorted(self._seen.values(), key=lambda child: (child.create_time(), child.pid))
 
     # ---- talking to it
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.e2e.conftest import SMALL, MakeServer
 from tests.e2e.server import Server, until
 
 pytestmark = pytest.mark.e2e
@@ -20,16 +18,20 @@ NOTICE_S = 0.2
 
 
 @pytest.fixture(scope="module")
-def server(make_server: MakeServer) -> Iterator[Server]:
-    """One whose log holds nothing but this."""
-    with make_server(*SMALL) as server:
-        yield server
+def earlier(disaggregated: Server) -> int:
+    """Requests of other tests."""
+    return len(disaggregated.summaries())
+
+
+@pytest.fixture
+def server(disaggregated: Server, earlier: int) -> Server:
+    return disaggregated
 
 
 @pytest.fixture(scope="module")
-def step(server: Server) -> float:
+def step(disaggregated: Server) -> float:
     """Seconds that the longest step takes here: a whole chunk of a prompt, measured twice."""
-    return max(_time_chunk(server, first) for first in (40_000, 41_000))
+    return max(_time_chunk(disaggregated, first) for first in (40_000, 41_000))
 
 
 def _time_chunk(server: Server, first: int) -> float:
@@ -85,19 +87,29 @@ def check_freed(server: Server, requests: int, step: float) -> None:
     )
 
 
-@pytest.mark.parametrize("length", [8, 48, 600], ids=lambda n: f"prompt{n}")
-def test_leaving_at_any_time(server: Server, step: float, length: int) -> None:
-    """A streamed and a whole request side by side; a long prompt takes several chunks."""
-    delays = DELAYS_MS if length < CHUNK else DELAYS_MS[::4]
-    for delay in delays:
+def leave_together(server: Server, after: float, bodies: list[tuple[list[int], bool]]) -> None:
+    visitors = [Visitor(server, prompt, stream=stream) for prompt, stream in bodies]
+    for visitor in visitors:
+        visitor.leave(after)
+
+
+def test_leaving_at_any_time(server: Server, step: float) -> None:
+    """Two requests side by side, one streamed; by turns the shorter and the longer one."""
+    for number, delay in enumerate(DELAYS_MS):
         over = server.requests_over()
-        visitors = [
-            Visitor(server, _prompt(1000 + delay + stream + 2 * length, length), stream=stream)
-            for stream in (False, True)
-        ]
-        for visitor in visitors:
-            visitor.leave(delay / 1000)
-        check_freed(server, over + len(visitors), step)
+        short, long = _prompt(1000 + number, 8), _prompt(2000 + number, 48)
+        streams_short = number % 2 == 0
+        leave_together(server, delay / 1000, [(short, streams_short), (long, not streams_short)])
+        check_freed(server, over + 2, step)
+    assert "Paris" in server.greedy("What is the capital of France?")
+
+
+def test_leaving_between_chunks(server: Server, step: float) -> None:
+    """A prompt of several chunks is given up after the one that runs."""
+    for number, delay in enumerate(DELAYS_MS[::5]):
+        over = server.requests_over()
+        leave_together(server, delay / 1000, [(_prompt(3000 + number, 900), number % 2 == 0)])
+        check_freed(server, over + 1, step)
     assert "Paris" in server.greedy("What is the capital of France?")
 
 
@@ -117,9 +129,9 @@ def test_leaving_during_the_handoff(server: Server, step: float) -> None:
     assert "Paris" in server.greedy("What is the capital of France?")
 
 
-def test_every_stage_was_hit(server: Server) -> None:
+def test_every_stage_was_hit(server: Server, earlier: int) -> None:
     """The log of the tests above: how far each request came that was cancelled."""
-    cancelled = [line for line in server.summaries() if line["outcome"] == "cancelled"]
+    cancelled = [line for line in server.summaries()[earlier:] if line["outcome"] == "cancelled"]
     stages = {
         "prefill": [c for c in cancelled if c["output_tokens"] == 0],
         "handoff": [c for c in cancelled if c["output_tokens"] == 1 and c["handoff_ns"] is None],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from staffel.config import InstanceSpec
+import pytest
+
+from staffel.config import ConfigError, InstanceSpec
 from staffel.runtime.deployment import share_cores
 
 
@@ -16,6 +18,11 @@ def test_cores_are_shared_out_evenly_and_disjoint() -> None:
 
 def test_given_threads_are_kept() -> None:
     assert share_cores(specs(3, 1), [4, 5, 6, 7]) == ([3, 1], [(4, 5, 6), (7,)])
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--threads: 3"):
+        share_cores(specs(3), [0, 1])
 
 
 def test_nobody_is_pinned_where_cores_are_too_few() -> None:

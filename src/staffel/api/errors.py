@@ -82,7 +82,7 @@ def wrong_key() -> ApiError:
 def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"The model {name!r} does not exist; this server has {served!r}.",
+        f"The model {name[:100]!r} does not exist; this server has {served!r}.",
         param="model",
         code="model_not_found",
     )

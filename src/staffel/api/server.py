@@ -19,12 +19,13 @@ from staffel.api.tokens import Tokenizer
 from staffel.config import ConfigError, ModelSpec, Placement
 from staffel.control.messages import RouterConfig
 from staffel.runtime.deployment import LEASE_NS, make_jobs
-from staffel.runtime.instance import InstanceJob
+from staffel.runtime.instance import Appender, InstanceJob
 from staffel.runtime.launcher import Launcher, ProcessLauncher
 from staffel.runtime.service import Service, endpoint, make_directory
 
 log = logging.getLogger("staffel.server")
 
+_LONGEST_S = 10**6
 _CLOSE_S = 1
 """How long connections may take to send their last bytes at the end."""
 
@@ -44,6 +45,17 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     drain_timeout: float = 30
     seed: int | None = None
     log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        for name in ("request_timeout", "drain_timeout"):
+            if not 0 <= getattr(self, name) <= _LONGEST_S:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be 0 to {_LONGEST_S} seconds")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigError("--api-key: must be ASCII text; HTTP headers carry nothing else")
+        if self.local_prefill_below and not self.placement.count("prefill"):
+            raise ConfigError(
+                "--local-prefill-below: is for prefill and decode instances; leave it out"
+            )
 
 
 def serve(model: ModelSpec, options: ServeOptions, announce: Callable[[str], None]) -> None:
@@ -80,9 +92,19 @@ def make_service(
     model: ModelSpec, options: ServeOptions, launcher: Launcher
 ) -> tuple[Service, list[InstanceJob]]:
     """A service that isn't started yet, and the jobs of its instances."""
-    directory = make_directory()
     if options.record is not None:
-        _start_file(options.record)
+        _empty(options.record)
+    directory = make_directory()
+    try:
+        return _service_in(directory, model, options, launcher)
+    except BaseException:
+        directory.rmdir()
+        raise
+
+
+def _service_in(
+    directory: Path, model: ModelSpec, options: ServeOptions, launcher: Launcher
+) -> tuple[Service, list[InstanceJob]]:
     jobs = make_jobs(
         options.placement,
         model,
@@ -101,10 +123,9 @@ def make_service(
     return service, jobs
 
 
-def _start_file(path: Path) -> None:
+def _empty(path: Path) -> None:
     try:
-        path.write_bytes(b"")
-        path.chmod(0o600)  # it holds the prompts
+        Appender(path, anew=True).close()
     except OSError as error:
         raise ConfigError(f"--record: {path} can't be written: {error.strerror}") from None
 

@@ -36,7 +36,11 @@ class Tokenizer:
         """Read a model folder. Raises ConfigError if it has no usable fast tokeniser."""
         if not (Path(path) / "tokenizer.json").is_file():
             raise ConfigError(f"MODEL: {path} has no tokenizer.json; only fast tokenisers serve")
-        return cls(PreTrainedTokenizerFast.from_pretrained(str(path)))
+        try:
+            fast = PreTrainedTokenizerFast.from_pretrained(str(path))
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise ConfigError(f"MODEL: {path}/tokenizer.json can't be read: {error}") from None
+        return cls(fast)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch form lets go of the interpreter's lock, so other requests go on meanwhile.

@@ -17,12 +17,13 @@ from staffel.config import SLO
 EMA_ALPHA = 0.1
 """Weight of the newest gap in the EMA latency: e = alpha * gap + (1 - alpha) * e."""
 
-TokensFrom = Literal["ids", "logprobs", "usage", "text", "none"]
+TokensFrom = Literal["ids", "logprobs", "usage", "text", "spread", "none"]
 """Where the number of tokens in each chunk comes from: ids or log probabilities in the chunk,
-usage in the chunk (continuous), tokenising the text afterwards, or nowhere (no output)."""
+usage in the chunk (continuous), tokenising the text afterwards, the final usage spread evenly over
+the chunks, or nowhere (no output, or a stream that was cut: chunks of 0 tokens)."""
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class Chunk(Struct, frozen=True, array_like=True, gc=False):
     """One piece of output as it came. Chunks without content or token aren't among them."""
 
     at: float

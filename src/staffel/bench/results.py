@@ -13,7 +13,7 @@ from staffel.config import SLO, ConfigError
 
 FORMAT = 1
 
-Kind = Literal["run", "goodput", "sweep", "slo-scale", "interference"]
+Kind = Literal["run", "goodput", "sweep", "slo-scale", "interference", "slo"]
 Verdict = Literal["above", "below", "unclear"]
 """Whether a probe's attainment is clearly above or below the target."""
 
@@ -36,6 +36,10 @@ class Generator(Struct, frozen=True, kw_only=True):
     processes: int
     kept_up: bool
     """False: it was late so often that the figures are its own, not the server's."""
+    lag_p99: float = 0.0
+    """Seconds that its event loop, and so its time stamps, ran behind."""
+    trouble: str | None = None
+    """Why it didn't keep up, and what to do."""
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -62,7 +66,22 @@ class Probe(Struct, frozen=True, kw_only=True):
         return [record for record in self.records if start <= record.scheduled < end]
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class Interference(Struct, frozen=True, kw_only=True):
+    """What prompts of one length do to the tokens of streams that decode meanwhile. Seconds."""
+
+    prompt_tokens: int
+    streams: int
+    ttft: float
+    """Median, of the prompts."""
+    itl_alone: float
+    """Median gap between tokens of the streams while no prompt is computed."""
+    itl_during: float
+    """Median gap of those that overlap a prompt's computation."""
+    itl_worst: float
+    """The longest of them, median over the prompts."""
+
+
+class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A whole measurement."""
 
     kind: Kind
@@ -77,7 +96,8 @@ class Result(Struct, frozen=True, kw_only=True):
     workload: str
     arrivals: str
     seed: int
-    slo: SLO
+    slo: SLO | None
+    """None: the measurement has none (interference)."""
     target: float
     """Attainment that counts as good, 0 to 1."""
     devices: int
@@ -87,6 +107,9 @@ class Result(Struct, frozen=True, kw_only=True):
     probes: list[Probe]
     goodput: Interval | None = None
     """Requests per second; None: not searched for, or not to be had (`notes` say why)."""
+    scales: list[tuple[float, float]] = []
+    """Of slo-scale: (scale, attainment under the SLO times it)."""
+    interference: list[Interference] = []
     notes: list[str] = []
     interrupted: bool = False
     format: int = FORMAT

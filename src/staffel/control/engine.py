@@ -258,6 +258,8 @@ class EngineCore:
             sequence = next(iter(self._pull_waiting.values()))
             pull = sequence.pull
             assert pull is not None
+            if next(iter(self._waiting), sequence.dispatch) < sequence.dispatch:
+                break  # a prompt has waited for longer
             # One block at least is read, so that every pull is confirmed.
             if not self._admit(sequence, (pull.tokens - 1) // self.config.block_size):
                 break
@@ -269,8 +271,7 @@ class EngineCore:
     # ---- scheduling: rows
 
     def _rows(self, flight: _Flight, now: int) -> list[Row]:
-        prompts_ready = bool(self._prefilling) or self._can_admit_prompt()
-        allowed = share(self.config, len(self._decoding), prompts_ready)
+        allowed = share(self.config, len(self._decoding), self._prompts_ready)
         rows = self._decode_rows(flight) if allowed.decode else []
         self._prompt_rows(rows, flight, allowed.prompt_tokens, now)
         return rows
@@ -304,13 +305,29 @@ class EngineCore:
     def _next_prompt(self, now: int) -> Sequence | None:
         if self._prefilling:
             return next(iter(self._prefilling.values()))
-        if not self._can_admit_prompt():
+        sequence = self._first_waiting()
+        if sequence is None or not self._admit(sequence, self._cacheable(sequence)):
             return None
-        _, sequence = self._waiting.popitem(last=False)
-        admitted = self._admit(sequence, self._cacheable(sequence))
-        assert admitted
         sequence.first_scheduled = now
-        self._prefilling[sequence.dispatch] = sequence
+        self._prefilling[sequence.dispatch] = self._waiting.pop(sequence.dispatch)
+        return sequence
+
+    def _prompts_ready(self) -> bool:
+        """Whether a step could compute prompts."""
+        if self._prefilling:
+            return True
+        sequence = self._first_waiting()
+        if sequence is None:
+            return False
+        return self._fits(sequence, self._matched(sequence, self._cacheable(sequence)))
+
+    def _first_waiting(self) -> Sequence | None:
+        """The oldest prompt without blocks; None if a pull has waited for longer."""
+        sequence = next(iter(self._waiting.values()), None)
+        if sequence is None or sequence.dispatch > next(
+            iter(self._pull_waiting), sequence.dispatch
+        ):
+            return None
         return sequence
 
     def _prompt_scheduled(self, sequence: Sequence) -> None:
@@ -338,12 +355,6 @@ class EngineCore:
     def _cacheable(self, sequence: Sequence) -> int:
         """Most blocks of a prompt that may come from the cache: one token must be computed."""
         return (len(sequence.ids) - 1) // self.config.block_size
-
-    def _can_admit_prompt(self) -> bool:
-        if not self._waiting:
-            return False
-        sequence = next(iter(self._waiting.values()))
-        return self._fits(sequence, self._matched(sequence, self._cacheable(sequence)))
 
     def _matched(self, sequence: Sequence, blocks: int) -> list[int]:
         """Blocks of the cache that hold the head of the sequence, `blocks` at most."""
@@ -424,8 +435,9 @@ class EngineCore:
             return
         blocks = tokens // self.config.block_size
         extend_hashes(sequence.hashes, sequence.ids, self.config.block_size, blocks)
-        for block, key in zip(sequence.blocks[:blocks], sequence.hashes, strict=False):
-            self.blocks.register(block, key)
+        for i in range(sequence.registered, blocks):
+            self.blocks.register(sequence.blocks[i], sequence.hashes[i])
+        sequence.registered = max(sequence.registered, blocks)
 
     # ---- results
 
@@ -535,15 +547,9 @@ class EngineCore:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         if sequence.slot >= 0:
-            self._give_slot_back(sequence)
-        self._answer(sequence.dispatch)
-
-    def _give_slot_back(self, sequence: Sequence) -> None:
-        self._slots.append(sequence.slot)
-        entered = len(self._enters)
-        self._enters = [enter for enter in self._enters if enter.dispatch != sequence.dispatch]
-        if len(self._enters) == entered:  # else the executor has never heard of it
+            self._slots.append(sequence.slot)
             self._leaves.append(sequence.slot)
+        self._answer(sequence.dispatch)
 
     def _answer(self, dispatch: int) -> None:
         """Say that nothing is left of a cancelled dispatch, once that is so."""

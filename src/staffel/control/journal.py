@@ -25,6 +25,10 @@ _CALLS = {
 }
 
 
+_RAISED = b'"raised"'
+"""Stands for what a call returned that failed."""
+
+
 class Entry(Struct, frozen=True):
     """A line of the journal."""
 
@@ -72,7 +76,11 @@ def _recorded(
     def recorded(*arguments: Any) -> Any:
         # Encoded first: a core may take over what it is given.
         encoded = msgspec.json.encode(arguments)
-        returned = method(*arguments)
+        try:
+            returned = method(*arguments)
+        except Exception:
+            write(_line(name, call, encoded, _RAISED))  # the very call that one looks for
+            raise
         write(_line(name, call, encoded, msgspec.json.encode(returned)))
         return returned
 
@@ -98,11 +106,18 @@ def replay(lines: Iterable[bytes]) -> Replay:
         calls += 1
         core, types = cores[entry.core]
         arguments = msgspec.json.decode(entry.arguments, type=types[entry.call])
-        returned = msgspec.json.encode(getattr(core, entry.call)(*arguments))
+        returned = _call(getattr(core, entry.call), arguments)
         if returned != bytes(entry.returned):
             mismatch = Mismatch(number, entry.core, entry.call, bytes(entry.returned), returned)
             return Replay(len(cores), calls, mismatch)
     return Replay(len(cores), calls, None)
+
+
+def _call(method: Callable[..., Any], arguments: Any) -> bytes:
+    try:
+        return msgspec.json.encode(method(*arguments))
+    except Exception:
+        return _RAISED
 
 
 def _make(entry: Entry) -> tuple[Core, dict[str, Any]]:

@@ -43,14 +43,6 @@ class KvRegion(Struct, frozen=True, kw_only=True):
     v_width: int
     dtype: str
 
-    @property
-    def layout(self) -> tuple[int | str, ...]:
-        """What must be equal on both sides."""
-        return (
-            self.kind, self.layers, self.block_size, self.kv_heads,
-            self.k_width, self.v_width, self.dtype,
-        )  # fmt: skip
-
 
 # ---- router to instance
 
@@ -356,7 +348,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int
     max_sequences: int
     chunk_tokens: int
-    """Most tokens of one step; a prompt that is longer is computed in chunks."""
+    """Most prompt tokens of one step, less one for each sequence that decodes in it; a prompt
+    that is longer is computed in chunks."""
     read_blocks: int
     """Most blocks that a step reads from peers while sequences decode here."""
     lease_ns: int

@@ -85,6 +85,7 @@ class Sequence:
         "prefilled",
         "prompt_len",
         "pull",
+        "registered",
         "request",
         "scheduled",
         "scores",
@@ -120,6 +121,8 @@ class Sequence:
         """How many of `blocks` the executor has been told of."""
         self.hashes: list[bytes] = []
         """Chained hashes of the full blocks of `ids`, as far as they have been needed."""
+        self.registered = 0
+        """How many of `blocks` the prefix cache has been offered."""
         self.scheduled = 0
         self.computed = 0
         self.pending = 0

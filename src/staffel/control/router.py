@@ -101,11 +101,14 @@ class RouterCore:
         return self._actions()
 
     def join(self, hello: Hello, now: int) -> Actions:
-        """An instance is ready."""
+        """An instance is ready. One of its name that was there before is lost by that."""
+        before = self._instances.pop(hello.instance, None)
         joined = Instance(hello)
         for other in self._instances.values():
             self._introduce(joined, other)
         self._instances[joined.name] = joined
+        if before is not None:
+            self._lose(before, now)
         self._dispatch_queue(now)
         return self._actions()
 
@@ -115,17 +118,24 @@ class RouterCore:
         if instance is None or instance.hello.incarnation != incarnation:
             return self._actions()
         del self._instances[name]
+        self._lose(instance, now)
+        self._dispatch_queue(now)
+        return self._actions()
+
+    def _lose(self, instance: Instance, now: int) -> None:
+        """Everything goes on without it: other instances, cancelled reads, jobs."""
         for other in self._instances.values():
-            other.commands.append(Detach(name, incarnation))
+            other.commands.append(Detach(instance.name, instance.hello.incarnation))
         for dispatch, (reader, handoff) in list(self._closing.items()):
             if instance in (reader, handoff.source):
                 self._release(handoff)
                 del self._closing[dispatch]
         for job in list(self._jobs.values()):
             self._survive(job, instance, now)
+        # Each was put in front of all others; the oldest belongs there.
+        waiting = [(name, job) for name, job in self._jobs.items() if name in self._queue]
+        self._queue = OrderedDict(waiting)
         self._fail_unservable(now)
-        self._dispatch_queue(now)
-        return self._actions()
 
     def receive(self, report: Report, now: int) -> Actions:
         """An instance's report. Doubled ones, and those of another incarnation, are dropped."""
@@ -202,9 +212,11 @@ class RouterCore:
         for number, instance in enumerate(self._prefillers()):
             uncached = self._uncached(job, instance)
             ahead = instance.queued_tokens
-            if ahead and ahead + uncached > self.config.window_tokens:
+            if not self._within_window(instance, uncached):
                 continue
             if instance.capacity < job.most_tokens:
+                continue
+            if instance.role == "prefill" and self._choose_decoder(job) is None:
                 continue
             key = (ahead + uncached, uncached, instance.held_tokens, number)
             if best_key is None or key < best_key:
@@ -218,8 +230,13 @@ class RouterCore:
         instance = self._choose_decoder(job)
         if instance is None or not self._having("prefill"):
             return None
-        short = self._uncached(job, instance) < self.config.local_prefill_below
-        return instance if short else None
+        uncached = self._uncached(job, instance)
+        short = uncached < self.config.local_prefill_below
+        return instance if short and self._within_window(instance, uncached) else None
+
+    def _within_window(self, instance: Instance, uncached: int) -> bool:
+        ahead = instance.queued_tokens
+        return not ahead or ahead + uncached <= self.config.window_tokens
 
     def _choose_decoder(self, job: Job) -> Instance | None:
         """The one whose memory is least in use."""
@@ -266,6 +283,8 @@ class RouterCore:
         self._assign(job, decoder)
         self._hold(job, decoder)
         job.decode_instance = decoder.name
+        if job.hashes is not None:
+            decoder.index.add(job.hashes)
         ready, source = handoff.ready, handoff.source
         decoder.commands.append(
             PullKv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from staffel.control.messages import EngineConfig
@@ -16,25 +17,26 @@ class Share(NamedTuple):
     """Most prompt tokens."""
 
 
-def share(config: EngineConfig, decoding: int, prompts_ready: bool) -> Share:
-    """The policy of the instance's role.
+def share(config: EngineConfig, decoding: int, prompts_ready: Callable[[], bool]) -> Share:
+    """The policy of the instance's role, for a step with `decoding` running sequences.
 
     A prefill instance has nothing to decode, a decode instance few or no prompts, so both follow
     the chunked policy.
     """
     if config.role == "colocated" and config.policy == "prefill-first":
-        return _prefill_first(config, decoding, prompts_ready)
+        return _prefill_first(config, prompts_ready)
     return _chunked(config, decoding)
 
 
 def _chunked(config: EngineConfig, decoding: int) -> Share:
     """Decode first, and fill the step up with prompts (Sarathi-Serve, OSDI 2024).
 
-    Prompts get at least a block's worth: a full decode batch must not starve them for good.
+    Prompts get a block's worth at least: a full decode batch must not starve them for good.
     """
-    return Share(True, max(config.chunk_tokens - decoding, config.block_size))
+    least = min(config.block_size, config.chunk_tokens)
+    return Share(True, max(config.chunk_tokens - decoding, least))
 
 
-def _prefill_first(config: EngineConfig, decoding: int, prompts_ready: bool) -> Share:
+def _prefill_first(config: EngineConfig, prompts_ready: Callable[[], bool]) -> Share:
     """Prompts alone as long as there are any that fit (Orca's and early vLLM's order)."""
-    return Share(not prompts_ready, config.chunk_tokens)
+    return Share(not prompts_ready(), config.chunk_tokens)

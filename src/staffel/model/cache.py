@@ -56,6 +56,6 @@ def blocks_that_fit(kv_bytes: int, shape: KvShape, max_model_len: int) -> int:
         raise ConfigError(
             f"--kv-memory: {kv_bytes} bytes hold {blocks * shape.block_size} tokens; one sequence "
             f"of --max-model-len {max_model_len} needs {needed * shape.block_bytes} bytes; "
-            "give more, or a smaller --max-model-len"
+            "give more, or a smaller --max-model-len (or --block-size: blocks are whole)"
         )
     return blocks

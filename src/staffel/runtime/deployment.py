@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from staffel.config import InstanceSpec, ModelSpec, Placement
+from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement
 from staffel.runtime.instance import InstanceJob
 
 LEASE_NS = 30 * 10**9
@@ -50,7 +50,13 @@ def share_cores(
 
     Threads that aren't given share the machine evenly. Instances get disjoint cores where there
     are enough for all; else none is pinned, as pinning would only pile them up.
+
+    Raises:
+        ConfigError: one instance is to have more threads than there are cores.
     """
+    for spec in specs:
+        if spec.threads is not None and spec.threads > len(cores):
+            raise ConfigError(f"--threads: {spec.threads}, and there are {len(cores)} cores")
     even = max(1, len(cores) // len(specs))
     threads = [spec.threads or even for spec in specs]
     if sum(threads) > len(cores):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -86,6 +86,8 @@ class Instance:
             busy = self._step()
 
     def _take(self, order: Order) -> None:
+        if order.incarnation != self._core.config.incarnation:
+            return
         for command in order.commands:
             if isinstance(command, Attach):
                 self._executor.attach(command.instance, command.incarnation, command.region)
@@ -119,11 +121,12 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
     """Load the model, say hello and serve, until `lifeline` reads end-of-file."""
     link = InstanceLink(job.endpoint, job.name, lifeline)
     executor: Executor | None = None
+    journal = Appender(Path(job.journal)) if job.journal is not None else None
     try:
         executor = _make_executor(job)
         core = EngineCore(_engine_config(job, executor.region))
-        if job.journal is not None:
-            record(core, "engine", f"{job.name}/{job.incarnation}", appender(Path(job.journal)))
+        if journal is not None:
+            record(core, "engine", f"{job.name}/{job.incarnation}", journal.append)
         link.send(
             Hello(
                 instance=job.name,
@@ -138,6 +141,8 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
     finally:
         if executor is not None:
             executor.close()
+        if journal is not None:
+            journal.close()
         link.close()
 
 
@@ -162,7 +167,7 @@ def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
         instance=job.name,
         incarnation=job.incarnation,
         role=job.spec.role,
-        policy=job.spec.policy,
+        policy=job.spec.policy or "chunked",
         num_blocks=region.num_blocks,
         block_size=region.block_size,
         max_sequences=job.spec.max_sequences,
@@ -172,19 +177,28 @@ def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
     )
 
 
-def appender(path: Path) -> Callable[[bytes], None]:
-    """Appends whole lines to a file that several processes share."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+class Appender:
+    """Appends whole lines to a file that several processes share; only its owner may read it."""
 
-    def append(line: bytes) -> None:
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        """`anew` empties the file. Raises OSError where it can't be written."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_TRUNC if anew else 0)
+        self._descriptor = os.open(path, flags, 0o600)
+
+    def append(self, line: bytes) -> None:
         # One write call: with O_APPEND the kernel keeps the lines of several writers whole.
-        os.write(descriptor, line)
+        os.write(self._descriptor, line)
 
-    return append
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def main() -> None:
     """Entry of an instance process: the job on the first line of stdin, then the lifeline."""
+    # A service manager signals all processes of a service; only the lifeline ends an instance,
+    # so that running requests can finish.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = bytearray()
     while not line.endswith(b"\n"):  # unbuffered, so that nothing is read beyond the line
         byte = os.read(0, 1)

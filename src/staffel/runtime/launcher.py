@@ -119,6 +119,7 @@ class ThreadHandle:
         await self._ended.wait()
 
     async def stop(self) -> None:
-        with contextlib.suppress(OSError):
+        if self._writing >= 0:
             os.close(self._writing)
+            self._writing = -1  # another file may get the number
         await self._ended.wait()

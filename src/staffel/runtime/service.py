@@ -28,7 +28,7 @@ from staffel.control.messages import (
 )
 from staffel.control.request import Request
 from staffel.control.router import Actions, RouterCore
-from staffel.runtime.instance import InstanceJob, appender
+from staffel.runtime.instance import Appender, InstanceJob
 from staffel.runtime.launcher import Handle, Launcher
 from staffel.runtime.links import RouterLink
 
@@ -39,6 +39,8 @@ State = Literal["starting", "ready", "draining", "degraded"]
 
 _TICK_S = 0.25
 _LAST_WORDS_S = 2
+_LONGEST_TMPDIR = 80
+"""Linux allows 107 bytes for a socket's path."""
 
 
 class Stream:
@@ -88,8 +90,9 @@ class Service:
         self._directory = directory
         self._link = RouterLink(endpoint(directory))
         self._core = RouterCore(config)
-        if journal is not None:
-            record(self._core, "router", "router", appender(journal))
+        self._journal = Appender(journal) if journal is not None else None
+        if self._journal is not None:
+            record(self._core, "router", "router", self._journal.append)
         self._streams: dict[str, Stream] = {}
         self._handles: dict[str, Handle] = {}
         self._ready: set[str] = set()
@@ -136,7 +139,7 @@ class Service:
         """End all instances and close everything. Streams that still run get a Failure."""
         if self._stopped:
             return
-        self._stopped = True
+        self._stopped = self._draining = True
         for task in self._tasks:
             task.cancel()
         for name in list(self._streams):
@@ -144,6 +147,8 @@ class Service:
         await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._link.close()
+        if self._journal is not None:
+            self._journal.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def state(self) -> State:
@@ -236,7 +241,8 @@ class Service:
         now = time.monotonic_ns()
         match message:
             case Report():
-                self._loads[message.instance] = message.load
+                if message.instance in self._ready:  # else it is gone: its last words
+                    self._loads[message.instance] = message.load
                 self._act(self._core.receive(message, now))
             case Hello():
                 log.info("%s is ready", message.instance)
@@ -245,6 +251,7 @@ class Service:
                 if len(self._ready) == len(self._jobs) and not self._started.done():
                     self._started.set_result(None)
             case Unable():
+                log.error("%s: %s", message.instance, message.message)
                 self._refuse_start(message.message)
 
     async def _tick_forever(self) -> None:
@@ -278,4 +285,11 @@ def endpoint(directory: Path) -> str:
 
 
 def make_directory() -> Path:
+    """A folder of this user's for the socket.
+
+    Raises:
+        ConfigError: the path is longer than a socket's may be.
+    """
+    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        raise ConfigError(f"TMPDIR: {tempfile.gettempdir()} is too long for a socket's path")
     return Path(tempfile.mkdtemp(prefix="staffel-"))

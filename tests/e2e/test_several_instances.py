@@ -1,15 +1,19 @@
-"""Instances that are killed: what has another instance goes on, the rest ends with a 503."""
+"""2P1D and 1P2D: the same answers, and what happens when instances are killed one by one.
+
+What another instance can go on with goes on; the rest ends with a 503. Tests on a server build on
+each other: each kill leaves one instance less.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
-from typing import Any
 
 import openai
 import pytest
 
+from tests.e2e.answers import check_answers
 from tests.e2e.conftest import SMALL, MakeServer
 from tests.e2e.server import MODEL, Server, until
 
@@ -30,16 +34,14 @@ def two_decode(make_server: MakeServer) -> Iterator[Server]:
         yield server
 
 
-def stream(
-    server: Server, prompt: str, max_tokens: int = LONG, at: Callable[[int], Any] = int
-) -> list[int]:
+def stream(server: Server, prompt: str, at: Callable[[int], None]) -> list[int]:
     """Greedy token ids of a completion; `at` hears how many have come."""
     ids: list[int] = []
     chunks = server.client.completions.create(
         model=MODEL,
         prompt=prompt,
         temperature=0,
-        max_tokens=max_tokens,
+        max_tokens=LONG,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
@@ -54,13 +56,19 @@ class Running:
 
     def __init__(self, server: Server, prompts: list[str], tokens: int) -> None:
         self._pool = ThreadPoolExecutor(len(prompts))
+        self._server, self._tokens = server, tokens
         self._far = [Event() for _ in prompts]
         self.streams: list[Future[list[int]]] = [
-            self._pool.submit(
-                stream, server, prompt, LONG, lambda n, f=far: n >= tokens and f.set()
-            )
+            self._pool.submit(self._run, prompt, far)
             for prompt, far in zip(prompts, self._far, strict=True)
         ]
+
+    def _run(self, prompt: str, far: Event) -> list[int]:
+        def at(count: int) -> None:
+            if count >= self._tokens:
+                far.set()
+
+        return stream(self._server, prompt, at)
 
     def __enter__(self) -> Running:
         return self
@@ -77,9 +85,7 @@ class Running:
 
 
 TALES = ["Once upon a time", "The first law of motion says", "A recipe for apple pie:", "In 1969,"]
-MANY = [
-    f"Chapter {number}. " + "The sea was calm and the wind was low. " * 12 for number in range(6)
-]
+MANY = [f"Chapter {n}. " + "The sea was calm and the wind was low. " * 25 for n in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +107,18 @@ def check_refuses(server: Server) -> None:
         assert int(refused.headers["Retry-After"]) >= 1
 
 
+def test_same_answers_with_two_prefill(two_prefill: Server, expected: dict[str, str]) -> None:
+    check_answers(two_prefill, expected)
+
+
+def test_same_answers_with_two_decode(two_decode: Server, expected: dict[str, str]) -> None:
+    check_answers(two_decode, expected)
+
+
 def test_a_prefill_instance_dies_during_prefill(two_prefill: Server) -> None:
     """Its prompts go to the other one."""
     with Running(two_prefill, MANY, 1) as running:
-        until(lambda: two_prefill.instances()["prefill-0"].started >= 2, 20, "prefill-0 has work")
+        until(lambda: two_prefill.instances()["prefill-0"].running, 20, "prefill-0 has work")
         two_prefill.kill_instance("prefill-0")
         assert [len(ids) for ids in running.results()] == [LONG] * len(MANY)
     assert two_prefill.status("/ready") == 200
@@ -141,7 +155,7 @@ def test_the_last_decode_instance_dies(two_decode: Server) -> None:
         for broken in running.streams:
             with pytest.raises(openai.APIError) as event:
                 broken.result(10)
-            assert event.value.code == 503
+            assert str(event.value.code) == "503"
         with pytest.raises(openai.InternalServerError) as answer:
             whole.result(10)
         assert answer.value.status_code == 503
