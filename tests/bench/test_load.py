@@ -198,6 +198,22 @@ async def test_a_generator_that_could_not_keep_up_fails() -> None:
     assert "behind" in generator.trouble
 
 
+async def test_a_busy_event_loop_delays_sending_by_no_more_than_itself() -> None:
+    """Preparing keeps pace with the schedule, though each turn of the loop takes 20 ms."""
+
+    async def hog() -> None:
+        while True:
+            time.sleep(0.02)
+            await asyncio.sleep(0)
+
+    async with FakeServer() as server:
+        hogging = asyncio.create_task(hog())
+        records, _ = await run(server, every(0.0025, tokens=1), requests=400)
+        hogging.cancel()
+    # Sending includes connecting, which takes a few turns.
+    assert max(record.lateness for record in records) < 0.5
+
+
 def effort(*, late: float = 0.0, lag: float = 0.0, faults: tuple[str, ...] = ()) -> Effort:
     return Effort(lateness=[late] * 100, lags=[lag] * 100, cpu=1.0, faults=list(faults))
 

