@@ -85,7 +85,6 @@ def summary(
         "timestamp_error_p50_ms": errors[len(errors) // 2] * 1e3,
         "timestamp_error_p99_ms": _p99(errors) * 1e3,
         "cores": len(os.sched_getaffinity(0)),
-        "load_average_before": os.getloadavg()[0],
         "generator": msgspec.to_builtins(generator),
     }
 

@@ -244,7 +244,9 @@ class Placement(
             raise ConfigError(f"--placement: {path}: {error}") from None
 
 
-class SLO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SLO(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Bounds that a request must keep, all of them. Seconds; None: no bound.
 
     What each objective means is defined in `staffel.bench.records`.

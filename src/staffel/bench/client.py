@@ -185,6 +185,8 @@ class Client:
         folder = endpoint.tokenizer
         self._tokenizer = TextTokenizer(folder) if folder else None
         self.origin = origin
+        self.open: dict[int, Stream] = {}
+        """What is being followed, by index."""
 
     def encode(self, planned: Planned) -> bytes:
         """The bytes of a request; made ahead of its time."""
@@ -204,6 +206,7 @@ class Client:
             continuous_usage=self._endpoint.features.continuous_usage,
             keep_text=self._tokenizer is not None,
         )
+        self.open[planned.index] = stream
         exchange = Exchange(request, stream)
         ended: float | None = None
         failure: OSError | None = None
@@ -215,6 +218,8 @@ class Client:
             ended, failure = perf_counter(), error
         except asyncio.CancelledError:
             pass
+        finally:
+            del self.open[planned.index]
         exchange.close(gently=failure is None and ended is not None)
         if ended is not None:
             stream.close(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shlex
 import sys
 from collections.abc import Awaitable, Callable
@@ -339,11 +340,12 @@ def _numbers(text: str, option: str) -> list[float]:
     try:
         if ":" in text:
             start, end, step = (float(part) for part in text.split(":"))
-            numbers = [start + i * step for i in range(int((end - start) / step + 1e-9) + 1)]
+            count = int((end - start) / step + 1e-9) + 1
+            numbers = [start + i * step for i in range(count if end >= start else 0)]
         else:
             numbers = [float(part) for part in text.split(",")]
     except (ValueError, ZeroDivisionError):
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ConfigError(f"{option}: {text!r} is not FROM:TO:STEP or numbers above 0")
     return numbers

@@ -13,7 +13,7 @@ from staffel.bench.client import Planned
 from staffel.bench.endpoint import Endpoint
 from staffel.bench.records import Record
 from staffel.bench.sender import Counts, Effort
-from staffel.bench.worker import (
+from staffel.bench.wire import (
     End,
     Ended,
     FromWorker,

@@ -31,7 +31,7 @@ MAX_DELAY = 0.005
 DELAY_SHARE = 0.05
 """Share of the median TTFT that its delay may have beyond that."""
 CHUNKS_PER_PROCESS = 10_000
-"""Chunks per second that one process is given: about half of what one core can read."""
+"""Chunks per second that one process is given: about a third of what one core can read."""
 _PROGRESS = 0.25
 _PEEK = 200
 
@@ -59,8 +59,9 @@ async def run_load(
         requests: at most so many are sent.
         stop: set it to stop the run; it is also set where a callback stops it. Then nothing more
             is sent, what is in flight is closed, and its records have `ended` None.
-        processes: that send. 0: this one, whose event loop must have nothing else to do; None:
-            as many as the plan's first requests make necessary.
+        processes: that send. 0: this one, whose event loop must have nothing else to do, and
+            whose garbage collector holds up thousands of streams; None: as many as the plan's
+            first requests make necessary.
 
     Returns:
         The generator's own figures; `kept_up` is False where they spoil the measurement, by the

@@ -30,6 +30,8 @@ from staffel.config import SLO, ConfigError
 
 PAUSE_S = 1.0
 """Between two probes: a server that was left with a backlog drops it when connections close."""
+STALE_S = 0.5
+"""How old the news of open requests may be."""
 DRAIN_S = 120.0
 """How long after the last arrival a probe waits for requests that still run; then they missed."""
 
@@ -110,15 +112,16 @@ class Watch:
     def open_requests(self) -> list[Record]:
         """Those that should have been sent by now and haven't ended.
 
-        Whether their first token has come isn't known here; it is taken to have come at once, so
-        that nothing but a whole answer that is late counts against them before their end.
+        When their first token came isn't known here, only that it did; it is taken to have come in
+        time, which nothing but their end decides then.
         """
         ended = {record.index for record in self.records}
+        waiting = set(self.counts.waiting)
         now = self.elapsed
         return [
             Record(
                 index=index, scheduled=at, sent=at, asked_tokens=ask.output_tokens,
-                chunks=[Chunk(at, 1)],
+                chunks=[] if index in waiting else [Chunk(at, 1)],
             )
             for index, (at, ask) in enumerate(self.plan)
             if at <= now and index not in ended
@@ -177,7 +180,7 @@ class Measurement:
             watch.counts = counts
             self._audience.show(watch)
             if early and verdict is None:
-                verdict = judge.tick(watch.elapsed, watch.open_requests())
+                verdict = judge.tick(watch.elapsed - STALE_S, watch.open_requests())
             if verdict is not None or self.stop.is_set() or self._drained_out(watch):
                 ending.set()
 

@@ -22,7 +22,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 OUTCOMES = {
     "met all": GREEN, "ttft": ORANGE, "tpot": PURPLE, "itl_p99": SKY, "e2e": BLUE, "ema": GREY,
-    "failed": RED,
+    "failed": RED, "unfinished": "black",
 }  # fmt: skip
 _MARKS = {"above": "^", "below": "v", "unclear": "o", None: "o"}
 

@@ -108,11 +108,14 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return largest
 
     def missed(self, slo: SLO) -> list[str]:
-        """The objectives that it missed; "failed" for a request that failed. Empty: it met all.
+        """The objectives that it missed. Empty: it met all.
 
-        A measure that doesn't exist (TPOT of one token) can't be missed.
+        "failed" stands for a request that failed, "unfinished" for one that was still open when
+        the run was cut. A measure that doesn't exist (TPOT of one token) can't be missed.
         """
-        if self.error is not None or not self.chunks:
+        if self.error is not None or (self.ended is not None and not self.chunks):
             return ["failed"]
+        if self.ended is None:
+            return ["unfinished"]
         measures = ((name, getattr(self, name), bound) for name, bound in slo.bounds().items())
         return [name for name, value, bound in measures if value is not None and value > bound]

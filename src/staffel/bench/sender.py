@@ -37,6 +37,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     done: int = 0
     failed: int = 0
+    waiting: tuple[int, ...] = ()
+    """Of those in flight, by index: those that have no token yet."""
 
     def __add__(self, other: Counts) -> Counts:
         names = self.__struct_fields__
@@ -76,6 +78,7 @@ class Sender:
             in_flight=self._open,
             done=self._done,
             failed=self._failed,
+            waiting=tuple(i for i, stream in self._client.open.items() if not stream.pieces),
         )
 
     async def run(
