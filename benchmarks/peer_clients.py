@@ -45,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 import staffel  # noqa: E402
 from staffel.bench.results import Result  # noqa: E402
-from tests.bench.fake_reply import Behaviour, Reply  # noqa: E402
+from tests.bench.fake_reply import Behaviour  # noqa: E402
 from tests.bench.fake_server import FakeServer  # noqa: E402
 
 FAKE = Behaviour(prefill=0.2, tpot=0.02)
@@ -174,16 +174,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(server.url)
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
 
-    _name_events()
     asyncio.run(serve())
-
-
-def _name_events() -> None:
-    """Put "object" into each event: AIPerf leaves out those that don't say what they are."""
-    plain = Reply._event
-    Reply._event = lambda *given: json.dumps(
-        {"object": "text_completion", **json.loads(plain(*given))}
-    )
 
 
 def compare(options: argparse.Namespace, url: str) -> dict[str, Any]:

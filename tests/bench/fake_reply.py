@@ -110,7 +110,10 @@ class Reply:
         return {"delta": {"content": text}} if self._chat else {"text": text}
 
     def _event(self, choice: dict[str, Any], tokens: int) -> str:
-        payload: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": None, **choice}]}
+        payload: dict[str, Any] = {
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "choices": [{"index": 0, "finish_reason": None, **choice}],
+        }
         if self._continuous:
             payload["usage"] = self._usage(tokens)
         if self._behaviour.padding:

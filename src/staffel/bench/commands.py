@@ -96,7 +96,8 @@ def _kept(
     devices: Annotated[int, _option(_RESULT, "GPUs, or cores, that the endpoint runs on.")] = 1,
     label: Annotated[str | None, _option(_RESULT, "Its name in tables and pictures.")] = None,
     output: Annotated[
-        Path | None, _option(_RESULT, "JSON file with everything.", "--output", "-o")
+        Path | None,
+        _option(_RESULT, "JSON file with everything (.gz: compressed).", "--output", "-o"),
     ] = None,
     report: Annotated[
         Path | None, _option(_RESULT, "Folder for an HTML page with pictures.")
@@ -177,7 +178,7 @@ def goodput(
     async def work(session: Session) -> Result:
         from staffel.bench.unloaded import start_rate, unloaded
 
-        first = first_rate or start_rate(await unloaded(session.subject))
+        first = first_rate or start_rate(await unloaded(session.subject), 60 * budget)
         found, notes = await session.measurement.search(first, 60 * budget, precision)
         return session.result("goodput", goodput=found, notes=notes)
 

@@ -70,6 +70,8 @@ def result_line(result: Result) -> str:
     if result.kind == "interference":
         return f"{result.label}: {result.interference[0].streams} streams, prompts meanwhile"
     figures = _headline(result, shown_probe(result))
+    if not figures:
+        return f"{result.label}: nothing was measured"
     return f"{result.label}: " + ", ".join(f"{value} {text}" for value, text in figures)
 
 

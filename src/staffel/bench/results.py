@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Literal
 
@@ -115,14 +116,18 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: int = FORMAT
 
     def save(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.encode(self))
+        """JSON; compressed where the name ends in .gz."""
+        data = msgspec.json.encode(self)
+        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
     @classmethod
     def load(cls, path: Path) -> Result:
         """Raises ConfigError where the file isn't a result."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            data = path.read_bytes()
+            data = gzip.decompress(data) if path.suffix == ".gz" else data
+            return msgspec.json.decode(data, type=cls)
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path}: is not a result of staffel bench: {error}") from None

@@ -10,9 +10,12 @@ from statistics import median
 from staffel.bench.load import run_load
 from staffel.bench.measure import Subject
 from staffel.bench.records import Record
+from staffel.bench.steady import MIN_REQUESTS
 from staffel.bench.workload import Ask
 from staffel.config import SLO, ConfigError
 
+FIRST_PROBE = 9
+"""Sixth of the budget, in which half as many again are sent as count."""
 REQUESTS = 8
 """Requests that are sent one after another; the first one warms up and doesn't count."""
 
@@ -37,9 +40,14 @@ async def unloaded(subject: Subject) -> list[Record]:
     return (await one_by_one(subject, subject.asks(lengths)))[1:]
 
 
-def start_rate(records: Sequence[Record]) -> float:
-    """A rate to begin a search with: half of what a server does that takes one at a time."""
-    return 0.5 / median(record.e2e or math.inf for record in records)
+def start_rate(records: Sequence[Record], budget_s: float) -> float:
+    """A rate to begin a search with: what a server does that takes one request at a time.
+
+    Higher where a first probe would take more than a sixth of the budget: too high a rate shows
+    within seconds, too low a one takes long to say anything.
+    """
+    alone = 1 / median(record.e2e or math.inf for record in records)
+    return max(alone, FIRST_PROBE * MIN_REQUESTS / budget_s)
 
 
 def relative_slo(text: str, records: Sequence[Record]) -> SLO:

@@ -1,0 +1,111 @@
+"""Goodput of three placements of the default model on two cores, under one SLO.
+
+    python benchmarks/goodput_placements.py [--out FOLDER] [--minutes-short M] [--minutes-long M]
+
+Each placement is served by `staffel serve` with two instances of one core each, and measured by
+`staffel bench goodput`, with two workloads: one where prompts weigh more, one where outputs do.
+The SLO is made once, as a multiple of what an unloaded 1P1D does on the first workload. The load
+generator shares the two cores with the server, as in any test on one machine.
+
+Writes one result per search, and a page with the comparison for each workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PORT = 8123
+URL = f"http://127.0.0.1:{PORT}"
+PLACEMENTS = {
+    "1P1D": ["--prefill", "1", "--decode", "1"],
+    "2C-chunked": ["--colocated", "2", "--policy", "chunked"],
+    "2C-prefill-first": ["--colocated", "2", "--policy", "prefill-first"],
+}
+WORKLOADS = {
+    "prompts": "lognormal:150,0.5,60,0.5",
+    "outputs": "lognormal:40,0.5,200,0.5",
+}
+FIRST_RATES = {"prompts": "1", "outputs": "0.4"}
+SLO = "auto:ttft=5x,tpot=2x"
+
+
+def staffel(*words: str) -> list[str]:
+    return [sys.executable, "-m", "staffel", *words]
+
+
+@contextmanager
+def serving(options: list[str]) -> Iterator[None]:
+    """A server that is ready, and gone afterwards."""
+    command = staffel("serve", "--port", str(PORT), "--max-model-len", "1024", *options)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_ready(server)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_ready(server: subprocess.Popen[bytes]) -> None:
+    for _ in range(240):
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with status {server.returncode}")
+        try:
+            with urllib.request.urlopen(f"{URL}/ready"):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit("the server was not ready within two minutes")
+
+
+def measure(out: Path, workload: str, placement: str, minutes: float) -> Path:
+    """One search; its result's file."""
+    result = out / f"{workload}-{placement}.json.gz"
+    with serving(PLACEMENTS[placement]):
+        subprocess.run(
+            staffel(
+                "bench", "goodput", URL, "--workload", WORKLOADS[workload],
+                "--slo", str(out / "slo.json"), "--budget", str(minutes), "--devices", "2",
+                "--first-rate", FIRST_RATES[workload],
+                "--label", placement, "--output", str(result),
+            ),
+            check=True,
+        )  # fmt: skip
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "goodput")
+    parser.add_argument("--minutes-short", type=float, default=15, help="workload 'prompts'")
+    parser.add_argument("--minutes-long", type=float, default=15, help="workload 'outputs'")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with serving(PLACEMENTS["1P1D"]):
+        subprocess.run(
+            staffel(
+                "bench", "slo", URL, "--workload", WORKLOADS["prompts"], "--slo", SLO,
+                "--output", str(options.out / "slo.json"),
+            ),
+            check=True,
+        )  # fmt: skip
+    for workload, minutes in zip(
+        WORKLOADS, (options.minutes_short, options.minutes_long), strict=True
+    ):
+        files = [measure(options.out, workload, name, minutes) for name in PLACEMENTS]
+        compared = [str(file) for file in files]
+        subprocess.run(
+            staffel("bench", "compare", *compared, "--report", str(options.out / workload)),
+            check=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
