@@ -1,6 +1,6 @@
 """Goodput of three placements of the default model on two cores, under one SLO.
 
-    python benchmarks/goodput_placements.py [--out FOLDER] [--minutes-short M] [--minutes-long M]
+    python benchmarks/goodput_placements.py [--out FOLDER] [--minutes M] [--workload NAME]
 
 Each placement is served by `staffel serve` with two instances of one core each, and measured by
 `staffel bench goodput`, with two workloads: one where prompts weigh more, one where outputs do.
@@ -32,8 +32,8 @@ WORKLOADS = {
     "prompts": "lognormal:150,0.5,60,0.5",
     "outputs": "lognormal:40,0.5,200,0.5",
 }
-FIRST_RATES = {"prompts": "1", "outputs": "0.4"}
-SLO = "auto:ttft=5x,tpot=2x"
+FIRST_RATES = {"prompts": "0.8", "outputs": "0.4"}
+SLO = "auto:ttft=5x,tpot=3x"
 
 
 def staffel(*words: str) -> list[str]:
@@ -41,9 +41,9 @@ def staffel(*words: str) -> list[str]:
 
 
 @contextmanager
-def serving(options: list[str]) -> Iterator[None]:
-    """A server that is ready, and gone afterwards."""
-    command = staffel("serve", "--port", str(PORT), "--max-model-len", "1024", *options)
+def serving(options: list[str], length: str = "1024") -> Iterator[None]:
+    """A server that is ready, and gone afterwards; `length` is its context."""
+    command = staffel("serve", "--port", str(PORT), "--max-model-len", length, *options)
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_ready(server)
@@ -84,8 +84,8 @@ def measure(out: Path, workload: str, placement: str, minutes: float) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "goodput")
-    parser.add_argument("--minutes-short", type=float, default=15, help="workload 'prompts'")
-    parser.add_argument("--minutes-long", type=float, default=15, help="workload 'outputs'")
+    parser.add_argument("--minutes", type=float, default=15, help="for each search")
+    parser.add_argument("--workload", choices=WORKLOADS, help="this one only")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with serving(PLACEMENTS["1P1D"]):
@@ -96,10 +96,8 @@ def main() -> None:
             ),
             check=True,
         )  # fmt: skip
-    for workload, minutes in zip(
-        WORKLOADS, (options.minutes_short, options.minutes_long), strict=True
-    ):
-        files = [measure(options.out, workload, name, minutes) for name in PLACEMENTS]
+    for workload in [options.workload] if options.workload else WORKLOADS:
+        files = [measure(options.out, workload, name, options.minutes) for name in PLACEMENTS]
         compared = [str(file) for file in files]
         subprocess.run(
             staffel("bench", "compare", *compared, "--report", str(options.out / workload)),

@@ -11,6 +11,7 @@ from scipy.optimize import brentq
 
 from staffel.bench.results import Probe
 from staffel.bench.search import GoodputSearch, ProbePlan
+from staffel.bench.stats import attainment
 from staffel.config import SLO, ConfigError
 from tests.bench.virtual import (
     FINE,
@@ -166,3 +167,33 @@ def test_wrong_arguments_are_named(changes: dict[str, float], field: str) -> Non
     arguments = {"target": 0.9, "start_rate": 1.0, "budget_s": 900.0} | changes
     with pytest.raises(ConfigError, match=field):
         GoodputSearch(slo=SLO_, **arguments)
+
+
+def short_probe(rate: float, verdict: str) -> Probe:
+    """One that met the target, but in which too few requests count."""
+    records = Server().records(np.arange(1, 20) / rate)
+    share = attainment(records, SLO(ttft=0.16))
+    return Probe(
+        rate=rate, window=(0.0, 20 / rate), records=records, attainment=share, throughput=rate,
+        unsteady="only 19 requests count", verdict=verdict, generator=FINE,
+    )  # fmt: skip
+
+
+def test_a_first_probe_that_was_too_short_is_made_again_for_longer() -> None:
+    search = GoodputSearch(0.9, SLO(ttft=0.16), 2.0, 600)
+    first = search.next_probe(0.0)
+    search.add(short_probe(2.0, "unclear"))
+    second = search.next_probe(60.0)
+    assert second.rate == first.rate
+    assert second.max_seconds > first.max_seconds
+
+
+def test_a_search_in_which_nothing_counts_says_so() -> None:
+    search = GoodputSearch(0.9, SLO(ttft=0.16), 2.0, 600)
+    search.next_probe(0.0)
+    search.add(short_probe(2.0, "below"))
+    assert search.next_probe(60.0).rate < 2.0
+    found, notes = search.result()
+    assert found is None
+    assert "no probe measured well" in notes[0]
+    assert "only 19 requests count" in notes[1]

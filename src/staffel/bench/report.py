@@ -183,14 +183,14 @@ def _notes(result: Result) -> list[str]:
             notes.append(
                 f"{result.label}, {probe.rate:.3g} req/s: the load generator could not keep up."
             )
-        if probe.unsteady and result.kind != "goodput":
+        if probe.unsteady:
             at = f"{result.label}, {probe.rate:.3g} req/s"
             notes.append(f"{at}: not in steady state: {probe.unsteady}.")
     return notes
 
 
 def rates_table(result: Result, slo: SLO) -> Table:
-    head = ["req/s", "attainment", "95 %", "verdict", "requests", "throughput", "within SLO"]
+    head = ["req/s", "met SLO", "95 % interval", "verdict", "sent", "req/s done", "in SLO"]
     head += ["TTFT P50", "P90", "TPOT P50", "P90", "steady"]
     return [head] + [_rate_row(probe, summarise(probe, slo)) for probe in _by_rate(result)]
 
@@ -234,7 +234,7 @@ def _rate_row(probe: Probe, summary: Summary) -> list[str]:
         _ms(ttft[90]),
         _ms(tpot[50]),
         _ms(tpot[90]),
-        probe.unsteady or "yes",
+        "no" if probe.unsteady else "yes",
     ]
 
 

@@ -12,6 +12,7 @@ from staffel.bench.steady import MIN_REQUESTS, TURNOVERS, residence
 from staffel.config import SLO, ConfigError
 
 PRECISION = 0.05
+_NOTHING_USED = "no goodput: no probe measured well and was in steady state"
 CLIMB = 3.0
 """Factor upwards while nothing misses: overshooting is cheap, since overload shows within seconds,
 and low rates take long."""
@@ -22,7 +23,7 @@ STEP = 1.15
 """Factor between the neighbouring rates at which the estimate is refined."""
 BRACKET_SHARE, REFINE_SHARE = 1 / 20, 1 / 10
 """Usual longest probe, as a share of the budget."""
-SPARE = 1.4
+SPARE = 1.6
 """Requests sent for each one needed: their number is random, and not all count."""
 REFINE_REQUESTS = 200
 """Fewer in a probe that refines wouldn't show how they hang together, and so be too sure."""
@@ -128,6 +129,8 @@ class GoodputSearch:
         value, low, high = self._fit.value, self._fit.low, self._fit.high
         if not self._seen:
             return None, [self._too_short()]
+        if not self._rates:
+            return None, [_NOTHING_USED, *self._doubts()]
         if value == 0:
             return None, [self._never_met(), *self._doubts()]
         if math.isinf(high):
@@ -152,7 +155,11 @@ class GoodputSearch:
         if not self._seen:
             return self._start, False
         if not rates or value == 0:
-            return min(seen.rate for seen in self._seen) / DESCEND, False
+            lowest = min(seen.rate for seen in self._seen)
+            # A probe that only was too short is made again, for longer: by now it is known how
+            # long a request takes.
+            again = not rates and self._seen[-1].probe.verdict != "below"
+            return lowest if again else lowest / DESCEND, False
         if math.isinf(value):
             return self._climb(rates[-1]), False
         return self._between(rates, value)
@@ -256,8 +263,6 @@ class GoodputSearch:
 
     def _never_missed(self, low: float) -> str:
         """No upper end: every rate met the target, or none was surely too high."""
-        if not self._rates:
-            return "no goodput: no probe that measured well and in steady state met the target"
         return (
             f"the goodput is at least {min(low, self._rates[-1]):.3g} requests/s; no rate up to "
             f"{max(seen.rate for seen in self._seen):.3g} was surely too high"
