@@ -13,6 +13,7 @@ Writes one result per search, and a page with the comparison for each workload.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Relative, so that the results name no folder of this machine.
+RESULTS = Path(os.path.relpath(Path(__file__).parent / "results"))
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
 PLACEMENTS = {
@@ -83,7 +86,7 @@ def measure(out: Path, workload: str, placement: str, minutes: float) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "goodput")
+    parser.add_argument("--out", type=Path, default=RESULTS / "goodput")
     parser.add_argument("--minutes", type=float, default=15, help="for each search")
     parser.add_argument("--workload", choices=WORKLOADS, help="this one only")
     options = parser.parse_args()

@@ -3,8 +3,7 @@
     python benchmarks/interference_placements.py [--out FOLDER]
 
 Four streams decode steadily while prompts of 128, 256 and 512 tokens arrive one at a time
-(`staffel bench interference`). Every instance has one thread. Writes one result and one page per
-placement.
+(`staffel bench interference`). Every instance has one thread. Writes one result per placement.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from goodput_placements import URL, serving, staffel
+from goodput_placements import RESULTS, URL, serving, staffel
 
 PLACEMENTS = {
     "1C-chunked": ["--colocated", "1", "--threads", "1"],
@@ -24,9 +23,7 @@ PLACEMENTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "interference"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "interference")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, options in PLACEMENTS.items():
@@ -35,7 +32,6 @@ def main() -> None:
                 staffel(
                     "bench", "interference", URL, "--streams", "4", "--lengths", "128,256,512",
                     "--label", name, "--output", str(out / f"{name}.json.gz"),
-                    "--report", str(out / name),
                 ),
                 check=True,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from staffel.bench.load import run_load
 from staffel.bench.measure import Subject
@@ -101,7 +101,8 @@ def _rows(
     running: Sequence[Record], disturbers: Sequence[Record], prompts: Sequence[int]
 ) -> Iterator[Interference]:
     spans = [(record.sent, record.chunks[0].at) for record in disturbers]
-    alone = [gap for _, gap in _gaps(running, spans, disturbed=False)]
+    # Until the last prompt only: gaps grow with the streams' length, and so would the yardstick.
+    alone = [gap for at, gap in _gaps(running, spans, disturbed=False) if at < spans[-1][1]]
     for length in dict.fromkeys(prompts):
         mine = [span for span, prompt in zip(spans, prompts, strict=True) if prompt == length]
         during = [gap for _, gap in _gaps(running, mine, disturbed=True)]
@@ -112,8 +113,8 @@ def _rows(
             prompt_tokens=length,
             streams=len(running),
             ttft=median(end - start for start, end in mine),
-            itl_alone=median(alone),
-            itl_during=median(during),
+            itl_alone=fmean(alone),
+            itl_during=fmean(during),
             itl_worst=median(worst),
         )
 

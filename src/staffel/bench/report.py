@@ -25,8 +25,9 @@ _NAMES = {
 
 _INTERFERENCE = "Tokens of running streams while prompts arrive"
 _GAPS = (
-    "Times in ms, medians. A gap between two tokens of a stream counts as during if a prompt was "
-    "being computed in it, from its sending to its first token."
+    "Times in ms; TTFT and longest gap are medians over the prompts, the other gaps are means. A "
+    "gap between two tokens of a stream counts as during if a prompt was being computed in it, "
+    "from its sending to its first token."
 )
 _SCALES = "Attainment against SLO scale"
 
@@ -136,11 +137,10 @@ def write_comparison(results: Sequence[Result], folder: Path) -> Path:
 
 
 def shown_probe(result: Result) -> Probe | None:
-    """The probe whose requests are shown: of a search, the highest good one."""
-    if not result.probes:
-        return None
-    good = [probe for probe in result.probes if probe.verdict == "above"]
-    return max(good or result.probes, key=lambda probe: probe.rate)
+    """The probe whose requests are shown: the highest rate that met the target, else the lowest."""
+    rates = _by_rate(result)
+    good = [probe for probe in rates if probe.attainment.value >= result.target]
+    return good[-1] if good else next(iter(rates), None)
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:

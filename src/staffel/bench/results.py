@@ -75,9 +75,9 @@ class Interference(Struct, frozen=True, kw_only=True):
     ttft: float
     """Median, of the prompts."""
     itl_alone: float
-    """Median gap between tokens of the streams while no prompt is computed."""
+    """Mean gap between tokens of the streams while no prompt is computed."""
     itl_during: float
-    """Median gap of those that overlap a prompt's computation."""
+    """Mean gap of those that overlap a prompt's computation."""
     itl_worst: float
     """The longest of them, median over the prompts."""
 
