@@ -165,7 +165,7 @@ def run(rate: _Rate, duration: _Duration = None, requests: _Requests = None) -> 
 @app.command()
 @_measuring(*_LOAD)
 def goodput(
-    budget: Annotated[float, typer.Option(help="Minutes for the whole search.")] = 15,
+    budget: Annotated[float, typer.Option(min=0.1, help="Minutes for the whole search.")] = 15,
     precision: Annotated[
         float, typer.Option(help="Half the interval's width that is narrow enough, as a share.")
     ] = 0.05,
