@@ -210,8 +210,8 @@ async def test_a_busy_event_loop_delays_sending_by_no_more_than_itself() -> None
         hogging = asyncio.create_task(hog())
         records, _ = await run(server, every(0.0025, tokens=1), requests=400)
         hogging.cancel()
-    # Sending includes connecting, which takes a few turns.
-    assert max(record.lateness for record in records) < 0.5
+    # A request prepared per turn would make the last of the 400 seven seconds late.
+    assert max(record.lateness for record in records) < 3
 
 
 def effort(*, late: float = 0.0, lag: float = 0.0, faults: tuple[str, ...] = ()) -> Effort:
