@@ -142,7 +142,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class InstanceSpec(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """`count` like instances. A field that is None takes the default of `staffel serve`."""
+    """`count` like instances of one role."""
 
     role: Role
     count: int = 1

@@ -26,7 +26,6 @@ class Summary(Struct, frozen=True):
     """Requests per second that were answered, well or late."""
     good: float
     """Requests per second that met the whole SLO."""
-    tokens_per_s: float
     percentiles: dict[str, dict[int, float | None]]
     """By measure and percentile, in seconds, over the requests that have the measure."""
     missed: dict[str, int]
@@ -47,7 +46,6 @@ def summarise(probe: Probe, slo: SLO) -> Summary:
         attainment=met / len(counted) if counted else 0.0,
         throughput=len(answered) / span,
         good=met / span,
-        tokens_per_s=sum(record.tokens for record in answered) / span,
         percentiles={name: _percentiles(values(counted, name)) for name in MEASURES},
         missed=dict(Counter(name for missed in misses for name in missed)),
         errors=dict(Counter(r.error for r in counted if r.error is not None)),

@@ -65,10 +65,6 @@ class ProcessHandle:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def wait(self) -> None:
         await self._process.wait()
 
