@@ -17,6 +17,7 @@ Role = Literal["prefill", "decode", "colocated"]
 Policy = Literal["chunked", "prefill-first"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8"]
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}ib": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
@@ -135,8 +136,13 @@ class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp: int = 1
 
     def __post_init__(self) -> None:
-        if self.tp != 1 or self.pp != 1:
-            raise ConfigError("parallel: only tp: 1 and pp: 1 are supported")
+        for field in ("tp", "pp"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"parallel: {field}: must be at least 1")
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
 
 
 class InstanceSpec(
@@ -158,6 +164,8 @@ class InstanceSpec(
     block_size: int = 16
     """Tokens of one block."""
     dtype: Dtype = "auto"
+    quantization: Quantization | None = None
+    """Weights in fewer bits, made when the model is loaded; None: as they are."""
     device: Device = "auto"
     threads: int | None = None
     """CPU threads; None: the machine's cores shared out."""
@@ -171,6 +179,20 @@ class InstanceSpec(
         if self.policy is not None and self.role != "colocated":
             raise ConfigError(f"policy: is for colocated instances, not for role {self.role}")
         parse_bytes(self.kv_memory, "kv_memory")
+        self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        if self.quantization is None:
+            return
+        if self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"quantization: {self.quantization} computes in float32, not in {self.dtype}; "
+                "leave dtype or quantization out"
+            )
+        if self.device == "cuda":
+            raise ConfigError(
+                f"quantization: {self.quantization} is for CPUs; leave device or quantization out"
+            )
 
     @property
     def kv_bytes(self) -> int:
@@ -205,7 +227,7 @@ class Placement(
                 f"placement: no {lacking} instance; prefill and decode need each other "
                 "(--prefill N --decode N), or use --colocated N"
             )
-        for field in ("block_size", "dtype"):
+        for field in ("block_size", "dtype", "quantization"):
             if len({getattr(spec, field) for spec in self.instances}) > 1:
                 raise ConfigError(f"placement: {field} must be the same for all instances")
 

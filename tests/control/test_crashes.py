@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from staffel.control.messages import Cancel, Ended, Order, Pulled, Tokens
+from staffel.control.messages import Cancel, Decoded, Ended, Order, Pulled, Tokens
 from staffel.control.request import Request
 from tests.control.world import LEASE, SECOND, World, disaggregated, expected_output, request
 
@@ -270,7 +270,7 @@ def test_tokens_that_come_twice_in_different_reports_are_not_shown_twice() -> No
     until(world, "decode")
     world.turn()
     report = world.reports[-1]
-    assert any(isinstance(event, Tokens) for event in report.events)
+    assert any(isinstance(event, Decoded) and event.ids for event in report.events)
     worker = world.workers["decode-0"]
     again = msgspec.structs.replace(report, number=report.number + 1)
     world.act(world.router.receive(again, world.now))

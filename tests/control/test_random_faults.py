@@ -51,6 +51,7 @@ def add(world: World, rng: random.Random, name: str, role) -> None:
         name, role,
         blocks=rng.choice([14, 20, 64]), chunk=rng.choice([4, 16]), sequences=rng.choice([2, 16]),
         policy=rng.choice(["chunked", "prefill-first"]), read_blocks=rng.choice([1, 8]),
+        stages=rng.choice([1, world.depth]),
     )  # fmt: skip
 
 

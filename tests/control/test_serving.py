@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from staffel.control.messages import Tokens
+from staffel.control.messages import Decoded, Event, Tokens
 from staffel.control.request import Request, SamplingParams
 from tests.control.world import (
     BLOCK,
@@ -251,7 +251,7 @@ def test_reads_are_bounded_while_sequences_decode() -> None:
         if batch is None:
             break
         sizes += [len(read.blocks) for read in batch.reads]
-        assert not batch.reads or batch.rows, "decoding stood still for a read"
+        assert not batch.reads or batch.decodes, "decoding stood still for a read"
         worker.core.commit(batch.id, worker.executor.execute(batch), world.now)
         world.report(worker)
     assert sizes == [2, 2, 2, 2, 2]
@@ -274,9 +274,15 @@ def test_one_report_per_step_carries_all_tokens_of_the_step() -> None:
     for i in range(6):
         world.submit(request(f"r{i}", [i + 1, 2], 5, stop_ids=()))
     world.run()
-    tokens = [[e for e in report.events if isinstance(e, Tokens)] for report in world.reports]
-    assert max(len(events) for events in tokens) == 6
-    assert len([events for events in tokens if events]) == 5
+    counts = [sum(tokens_in(event) for event in report.events) for report in world.reports]
+    assert [count for count in counts if count] == [6] * 5
+
+
+def tokens_in(event: Event) -> int:
+    match event:
+        case Decoded() | Tokens():
+            return len(event.ids)
+    return 0
 
 
 def test_instances_of_a_phase_share_the_load() -> None:
@@ -358,3 +364,26 @@ def test_a_step_of_one_token_computes_one_token() -> None:
     world.deliver(worker)
     batch = worker.core.schedule(world.now)
     assert [row.count for row in batch.rows] == [1]
+
+
+def test_pipeline_stages_share_the_running_sequences() -> None:
+    """No sequence is in two batches in flight, and each batch has its part of them."""
+    world = World(depth=2)
+    worker = world.add("colocated-0", "colocated", stages=2, blocks=200, chunk=64)
+    asked = [request(f"r{i}", prompts(i, [5])[0], 12, stop_ids=()) for i in range(6)]
+    for one in asked:
+        world.submit(one)
+    sizes = []
+    for _ in range(20):
+        world.deliver(worker)
+        while world.schedule(worker):
+            pass
+        flying = [batch.decodes for batch in worker.flying]
+        assert len({slot for slots in flying for slot in slots}) == sum(map(len, flying))
+        sizes += [len(slots) for slots in flying]
+        world.commit(worker)
+        world.report(worker)
+    assert max(sizes) == 3
+    world.run()
+    world.assert_served(*asked)
+    world.assert_at_rest()

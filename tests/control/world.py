@@ -21,6 +21,7 @@ from staffel.control.messages import (
     Batch,
     BatchResult,
     Delta,
+    Deltas,
     EngineConfig,
     Failure,
     Hello,
@@ -28,6 +29,7 @@ from staffel.control.messages import (
     Order,
     Report,
     RouterConfig,
+    Row,
     RowResult,
 )
 from staffel.control.request import Request, SamplingParams
@@ -84,8 +86,11 @@ class CheckingExecutor:
             assert enter.slot not in self.slots, "a slot was entered twice"
             most_ids = enter.prompt_len + enter.params.max_tokens
             self.slots[enter.slot] = Slot(enter.dispatch, enter.ids.copy(), most_ids)
+        for number, blocks in batch.grown:
+            self.slots[number].blocks += blocks
         reads = [self._read(chunk) for chunk in batch.reads]
-        return BatchResult([self._row(row) for row in batch.rows], reads)
+        tokens = [self._decode(slot) for slot in batch.decodes]
+        return BatchResult([self._row(row) for row in batch.rows], reads, tokens)
 
     def _read(self, chunk) -> bool:
         peer = self.peers.get((chunk.source, chunk.source_incarnation))
@@ -101,10 +106,12 @@ class CheckingExecutor:
         slot, dispatch = chunk.confirm
         return slot in peer.slots and peer.slots[slot].dispatch == dispatch
 
-    def _row(self, row) -> RowResult:
+    def _decode(self, slot: int) -> int | None:
+        return self._row(Row(slot, len(self.slots[slot].ids) - 1, 1, True)).token
+
+    def _row(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]
         assert row.count > 0, "a row computes nothing"
-        slot.blocks += row.new_blocks
         end = row.start + row.count
         for position in range(row.start, end):
             self.cells[slot.blocks[position // BLOCK]][position % BLOCK] = slot.ids[position]
@@ -174,11 +181,12 @@ class World:
         sequences: int = 16,
         policy: Policy = "chunked",
         read_blocks: int = 2,
+        stages: int = 1,
     ) -> Worker:
         config = EngineConfig(
             instance=name, incarnation=next(self._incarnations), role=role, policy=policy,
             num_blocks=blocks, block_size=BLOCK, max_sequences=sequences, chunk_tokens=chunk,
-            read_blocks=read_blocks, lease_ns=LEASE,
+            read_blocks=read_blocks, lease_ns=LEASE, stages=stages,
         )  # fmt: skip
         worker = self.workers[name] = Worker(config, self.depth)
         self.act(self.router.join(worker.hello, self.now))
@@ -205,7 +213,8 @@ class World:
             copy = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
             self.workers[name].orders.append(copy)
         for news in actions.news:
-            self._hear(news)
+            for one in _each(news):
+                self._hear(one)
         for summary in actions.summaries:
             self.summaries[summary.request] = summary
 
@@ -303,6 +312,13 @@ class World:
             assert one.id not in self.failures, self.failures[one.id]
             assert self.outputs[one.id] == expected_output(one)
             assert one.id in self.finishes
+
+
+def _each(news: Delta | Deltas | Failure) -> list[Delta | Failure]:
+    if not isinstance(news, Deltas):
+        return [news]
+    columns = zip(news.requests, news.indices, news.ids, strict=True)
+    return [Delta(request, index, [token]) for request, index, token in columns]
 
 
 def disaggregated(prefill: int = 1, decode: int = 1, *, depth: int = 1, **settings) -> World:

@@ -20,8 +20,6 @@ class Seat:
     outputs: list[int] = field(default_factory=list)
     """Those it entered with."""
     blocks: list[int] = field(default_factory=list)
-    told: int = 0
-    """Blocks that the executor has been told of."""
     done: int = 0
     """Positions computed."""
     results: list[RowResult] = field(default_factory=list)
@@ -47,6 +45,8 @@ class Driver:
         random.Random(seed).shuffle(self.free)
         self.slots = list(range(executor.region.slots))
         self.dispatch = 0
+        self.grown: list[tuple[int, list[int]]] = []
+        """Blocks that the executor hasn't been told of."""
 
     def run(
         self,
@@ -54,9 +54,14 @@ class Driver:
         leaves: tuple[int, ...] = (),
         enters: tuple[Enter, ...] = (),
         reads: tuple[ReadChunk, ...] = (),
+        decodes: tuple[int, ...] = (),
         rows: tuple[Row, ...] = (),
+        grown: tuple[tuple[int, list[int]], ...] = (),
     ) -> BatchResult:
-        return self.executor.execute(Batch(0, list(leaves), list(enters), list(reads), list(rows)))
+        tables, self.grown = [*self.grown, *grown], []
+        return self.executor.execute(
+            Batch(0, list(leaves), list(enters), tables, list(reads), list(decodes), list(rows))
+        )
 
     def enter(
         self, prompt: list[int], params: SamplingParams, outputs: list[int] | None = None
@@ -73,21 +78,33 @@ class Driver:
         self.slots.append(seat.slot)
 
     def row(self, seat: Seat, chunk: int) -> Row:
-        """The seat's next chunk, or its next token."""
-        count = min(chunk, seat.known - seat.done)
-        end = seat.done + count
-        while len(seat.blocks) * self.block_size < end:
+        """The seat's next chunk."""
+        start, count = seat.done, min(chunk, seat.known - seat.done)
+        self.advance(seat, count)
+        sample = seat.done == seat.known and seat.params.max_tokens > 0
+        return Row(seat.slot, start, count, sample)
+
+    def advance(self, seat: Seat, count: int) -> None:
+        """So many more positions are computed; there are blocks for them."""
+        seat.done += count
+        while len(seat.blocks) * self.block_size < seat.done:
             seat.blocks.append(self.free.pop())
-        new, seat.told = seat.blocks[seat.told :], len(seat.blocks)
-        start, seat.done = seat.done, end
-        return Row(seat.slot, start, count, new, end == seat.known and seat.params.max_tokens > 0)
+            self.grown.append((seat.slot, seat.blocks[-1:]))
 
     def step(self, seats: list[Seat], chunk: int) -> None:
-        rows = tuple(self.row(seat, chunk) for seat in seats)
-        for seat, row, result in zip(seats, rows, self.run(rows=rows).rows, strict=True):
-            seat.scores += result.prompt_logprobs or []
+        """Each seat's next token, or the next chunk of its prompt."""
+        running = [seat for seat in seats if seat.results]
+        prompts = [seat for seat in seats if not seat.results]
+        for seat in running:
+            self.advance(seat, 1)
+        rows = tuple(self.row(seat, chunk) for seat in prompts)
+        result = self.run(decodes=tuple(seat.slot for seat in running), rows=rows)
+        for place, (seat, token) in enumerate(zip(running, result.tokens, strict=True)):
+            seat.results.append(result.details.get(place) or RowResult(token))
+        for seat, row, found in zip(prompts, rows, result.rows, strict=True):
+            seat.scores += found.prompt_logprobs or []
             if row.sample:
-                seat.results.append(result)
+                seat.results.append(found)
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, chunk: int = 16, at_once: int = 9

@@ -110,6 +110,7 @@ def test_prompts_that_share_blocks_in_one_batch(first: Driver) -> None:
     writes = first.row(one, 100)
     # The second takes two full blocks from the first, which computes them in the same batch.
     two.blocks, two.done = one.blocks[:2], 2 * BLOCK
+    first.grown.append((two.slot, one.blocks[:2]))
     uses = first.row(two, 100)
     results = first.run(rows=(uses, writes)).rows
     assert [result.token for result in results] == expected[:1] * 2
@@ -127,15 +128,16 @@ def test_a_damaged_block_is_not_overlooked(first: Driver) -> None:
 
 def test_rows_beyond_what_is_known_are_refused(first: Driver) -> None:
     seat = first.enter(PROMPT, GREEDY)
+    table = ((seat.slot, [0, 1, 2]),)
     with pytest.raises(ValueError, match=f"slot {seat.slot}"):
-        first.run(rows=(Row(seat.slot, 0, len(PROMPT) + 1, [0, 1, 2], True),))
+        first.run(grown=table, rows=(Row(seat.slot, 0, len(PROMPT) + 1, True),))
     with pytest.raises(ValueError, match=f"slot {seat.slot}"):
-        first.run(rows=(Row(seat.slot, 3, 0, [], False),))
+        first.run(rows=(Row(seat.slot, 3, 0, False),))
     other = first.enter(PROMPT, GREEDY)
     with pytest.raises(ValueError, match=f"slot {other.slot}"):
-        first.run(rows=(Row(other.slot, 0, BLOCK + 1, [0], False),))
+        first.run(grown=((other.slot, [0]),), rows=(Row(other.slot, 0, BLOCK + 1, False),))
     with pytest.raises(ValueError, match=f"slot {other.slot}"):
-        first.run(rows=(Row(other.slot, 0, 2, [], True),))
+        first.run(rows=(Row(other.slot, 0, 2, True),))
 
 
 class OnlyEven:
@@ -191,7 +193,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(first: Driver) -> None:
     seat = first.enter([5], params)
     result = first.run(rows=(first.row(seat, 1),)).rows[0]
     assert result.prompt_logprobs == []
-    assert first.run(rows=(Row(seat.slot, 1, 1, [], True),)).rows[0].prompt_logprobs is None
+    assert first.run(decodes=(seat.slot,)).details[0].prompt_logprobs is None
 
 
 # ---- handing over
@@ -209,6 +211,7 @@ def take_over(driver: Driver, seat: Seat) -> Seat:
     taken = driver.enter(seat.prompt, seat.params, seat.tokens)
     taken.blocks = [driver.free.pop() for _ in seat.blocks]
     taken.done = seat.done
+    driver.grown.append((taken.slot, taken.blocks.copy()))
     return taken
 
 

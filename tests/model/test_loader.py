@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from staffel.config import ConfigError
 from staffel.model import hook, selfcheck
+from staffel.model.attention import PagedAttention
+from staffel.model.attention_kernels import best
+from staffel.model.cache import PagedCache
 from staffel.model.loader import CausalLM, load
 from tests.model.families import MAX_LEN, make_model
 
@@ -32,7 +35,7 @@ def one_thread() -> None:
 
 def checked(path: Path, max_model_len: int = MAX_LEN) -> CausalLM:
     model = load(path, dtype=torch.float32, max_model_len=max_model_len)
-    selfcheck.check(model)
+    selfcheck.check(model, selfcheck.reference(model))
     return model
 
 
@@ -108,14 +111,19 @@ def test_the_self_check_sees_wrong_attention(
     """The right attention passes; without gemma2's softcap or gpt_oss's sinks it doesn't."""
     model = checked(make_model(family, tmp_path))
 
-    class Forgetful(selfcheck.CpuAttention):
-        def attend(self, layer, q, k, v, how):
-            how = hook.Flavour(scaling=how.scaling, window=how.window)
-            return super().attend(layer, q, k, v, how)
+    def forgetful(cache: PagedCache) -> PagedAttention:
+        attention = best(cache)
+        attend = attention.attend
 
-    monkeypatch.setattr(selfcheck, "CpuAttention", Forgetful)
+        def forget(layer, q, k, v, how):
+            return attend(layer, q, k, v, hook.Flavour(scaling=how.scaling, window=how.window))
+
+        attention.attend = forget
+        return attention
+
+    monkeypatch.setattr(selfcheck, "best", forgetful)
     with pytest.raises(ConfigError, match="logits differ"):
-        selfcheck.check(model)
+        selfcheck.check(model, selfcheck.reference(model))
 
 
 # ---- rotary embeddings that look at the whole batch

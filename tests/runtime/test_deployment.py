@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from staffel.config import ConfigError, InstanceSpec
-from staffel.runtime.deployment import share_cores
+from staffel.config import ConfigError, InstanceSpec, ModelSpec, ParallelSpec, Placement
+from staffel.runtime.deployment import make_jobs, share_cores
 
 
 def specs(*threads: int | None) -> list[InstanceSpec]:
@@ -28,3 +28,14 @@ def test_more_threads_than_cores_are_refused() -> None:
 def test_nobody_is_pinned_where_cores_are_too_few() -> None:
     assert share_cores(specs(None, None, None), [0, 1]) == ([1, 1, 1], [None] * 3)
     assert share_cores(specs(2, 1), [0, 1]) == ([2, 1], [None] * 2)
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(tp=2), ParallelSpec(pp=2)])
+def test_what_can_only_be_planned_is_refused_by_name(parallel: ParallelSpec) -> None:
+    model = ModelSpec(
+        name="m", path="m", model_type="llama", architecture="Llama", vocab_size=8,
+        max_model_len=8, eos_ids=(),
+    )  # fmt: skip
+    placement = Placement(instances=(InstanceSpec(role="colocated", parallel=parallel),))
+    with pytest.raises(ConfigError, match=r"parallel: [tp]p: 2 can't be served yet"):
+        make_jobs(placement, model, endpoint="ipc:///nowhere")

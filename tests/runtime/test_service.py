@@ -96,13 +96,13 @@ async def test_streams_fail_cleanly_when_the_last_of_a_phase_dies(llama: Path, m
 
 
 def kill_first_decoder_after(steps: int, monkeypatch) -> list[Executor]:
-    """The first executor that decodes dies in its n-th step with rows of one token."""
+    """The first executor that decodes dies in its n-th step that does nothing else."""
     execute = Executor.execute
     decoders: list[Executor] = []
     counts: list[int] = []
 
     def dying(self, batch: Batch):
-        if batch.rows and all(row.count == 1 and row.start > 0 for row in batch.rows):
+        if batch.decodes and not batch.rows:
             decoders.append(self)
             counts.append(1)
             if self is decoders[0] and decoders.count(self) == steps:

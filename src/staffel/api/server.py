@@ -17,8 +17,8 @@ from staffel.api.app import create_app
 from staffel.api.serving import ApiOptions
 from staffel.api.tokens import Tokenizer
 from staffel.config import ConfigError, ModelSpec, Placement
-from staffel.control.messages import RouterConfig
-from staffel.runtime.deployment import LEASE_NS, make_jobs
+from staffel.control.messages import LEASE_NS, RouterConfig, window_tokens
+from staffel.runtime.deployment import make_jobs
 from staffel.runtime.instance import Appender, InstanceJob
 from staffel.runtime.launcher import Launcher, ProcessLauncher
 from staffel.runtime.service import Service, endpoint, make_directory
@@ -116,6 +116,7 @@ def _service_in(
         block_size=options.placement.instances[0].block_size,
         lease_ns=LEASE_NS,
         local_prefill_below=options.local_prefill_below,
+        window_tokens=window_tokens(max(s.chunk_tokens for s in options.placement.instances)),
         max_queue=options.max_queue,
         request_timeout_ns=int(options.request_timeout * 1e9),
     )

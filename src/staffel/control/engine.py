@@ -17,6 +17,7 @@ from staffel.control.messages import (
     BatchResult,
     Cancel,
     Command,
+    Decoded,
     Detach,
     Ended,
     EngineConfig,
@@ -53,11 +54,13 @@ Queue = OrderedDict[int, Sequence]
 class _Flight:
     """A batch in flight: whose results are awaited, in the batch's order."""
 
-    __slots__ = ("reads", "rows")
+    __slots__ = ("decodes", "id", "reads", "rows")
 
-    def __init__(self) -> None:
+    def __init__(self, batch_id: int) -> None:
+        self.id = batch_id
         self.reads: list[tuple[Sequence, bool]] = []
         """With whether it is the last of its pull."""
+        self.decodes: list[Sequence] = []
         self.rows: list[tuple[Sequence, Row]] = []
 
 
@@ -85,9 +88,11 @@ class EngineCore:
         self._slots = list(range(config.max_sequences - 1, -1, -1))
         self._leaves: list[int] = []
         self._enters: list[Enter] = []
+        self._grown: list[tuple[int, list[int]]] = []
         self._events: list[Event] = []
         self._last_order = 0
         self._last_batch = 0
+        self._committed = 0
         self._last_report = 0
         self._last_load: Load | None = None
         self._preemptions = 0
@@ -107,26 +112,33 @@ class EngineCore:
     def schedule(self, now: int) -> Batch | None:
         """The next step's work; None if there is none that can be done now."""
         self._expire_leases(now)
-        flight = _Flight()
+        flight = _Flight(self._last_batch + 1)
         reads = self._read_chunks(flight, now)
-        rows = self._rows(flight, now)
-        if not (reads or rows or self._leaves):
+        self._compute(flight, now)
+        if not (reads or flight.decodes or flight.rows or self._leaves):
             return None
-        self._last_batch += 1
-        batch = Batch(self._last_batch, self._leaves, self._enters, reads, rows)
-        self._leaves, self._enters = [], []
-        self._flights[batch.id] = flight
+        self._last_batch = flight.id
+        self._flights[flight.id] = flight
+        decodes = [sequence.slot for sequence in flight.decodes]
+        rows = [row for _, row in flight.rows]
+        batch = Batch(flight.id, self._leaves, self._enters, self._grown, reads, decodes, rows)
+        self._leaves, self._enters, self._grown = [], [], []
         return batch
 
     def commit(self, batch_id: int, result: BatchResult, now: int) -> None:
         """Take back the result of the oldest batch in flight."""
         flight = self._flights.pop(batch_id)
+        self._committed = batch_id
         for (sequence, last), good in zip(flight.reads, result.reads, strict=True):
-            if self._landed(sequence):
+            if not sequence.over:
                 self._commit_read(sequence, last, good, now)
+        if flight.decodes:
+            self._commit_decodes(flight.decodes, result, now)
         for (sequence, row), row_result in zip(flight.rows, result.rows, strict=True):
-            if self._landed(sequence):
+            if not sequence.over:
                 self._commit_row(sequence, row, row_result, now)
+        if self._landing:
+            self._land()
 
     def report(self) -> Report | None:
         """Everything new since the last report; None if there is nothing."""
@@ -209,11 +221,14 @@ class EngineCore:
     def _renew(self, dispatches: Iterable[int], now: int) -> None:
         for dispatch in dispatches:
             if dispatch in self._pinned:
+                del self._pinned[dispatch]  # so that the next to expire is the first
                 self._pinned[dispatch] = now + self.config.lease_ns
 
     def _expire_leases(self, now: int) -> None:
-        expired = [dispatch for dispatch, end in self._pinned.items() if end <= now]
-        for dispatch in expired:
+        while self._pinned:
+            dispatch, end = next(iter(self._pinned.items()))
+            if end > now:
+                break
             self._to_answer.add(dispatch)
             self._let_go(self._sequences[dispatch])
 
@@ -244,7 +259,7 @@ class EngineCore:
         pull.scheduled = end
         last = end == len(pull.blocks)
         flight.reads.append((sequence, last))
-        sequence.flights += 1
+        sequence.last_batch = flight.id
         return ReadChunk(
             pull.source,
             pull.source_incarnation,
@@ -268,26 +283,43 @@ class EngineCore:
             self._pulling[sequence.dispatch] = self._pull_waiting.pop(sequence.dispatch)
             self._events.append(PullStarted(sequence.dispatch))
 
-    # ---- scheduling: rows
+    # ---- scheduling: what is computed
 
-    def _rows(self, flight: _Flight, now: int) -> list[Row]:
-        allowed = share(self.config, len(self._decoding), self._prompts_ready)
-        rows = self._decode_rows(flight) if allowed.decode else []
-        self._prompt_rows(rows, flight, allowed.prompt_tokens, now)
-        return rows
+    def _compute(self, flight: _Flight, now: int) -> None:
+        ready = self._ready()
+        allowed = share(self.config, len(ready), self._prompts_ready)
+        if allowed.decode:
+            self._decode(ready, flight)
+        self._prompt_rows(flight, allowed.prompt_tokens, now)
 
-    def _decode_rows(self, flight: _Flight) -> list[Row]:
-        rows: list[Row] = []
-        block_size = self.config.block_size
-        for sequence in list(self._decoding.values()):
-            if sequence.over or self._all_scheduled(sequence):
+    def _ready(self) -> list[Sequence]:
+        """The running sequences that this step may decode: all, or this pipeline stage's share."""
+        running = list(self._decoding.values())
+        if self.config.stages == 1:
+            return running
+        part = -(-len(running) // self.config.stages)
+        return [s for s in running if s.last_batch <= self._committed][:part]
+
+    def _decode(self, ready: list[Sequence], flight: _Flight) -> None:
+        for sequence in ready:
+            if sequence.scheduled >= sequence.limit and not self._raise_limit(sequence):
                 continue
-            if sequence.scheduled >= len(sequence.blocks) * block_size and not self._grow(sequence):
-                continue
-            rows.append(self._row(sequence, 1, True, flight))
-        return rows
+            sequence.scheduled += 1
+            sequence.last_batch = flight.id
+            flight.decodes.append(sequence)
 
-    def _prompt_rows(self, rows: list[Row], flight: _Flight, budget: int, now: int) -> None:
+    def _raise_limit(self, sequence: Sequence) -> bool:
+        """Room for a running sequence's next position. False: it gets none in this step."""
+        if sequence.over or self._all_scheduled(sequence) or not self._grow(sequence):
+            return False
+        self._set_limit(sequence)
+        return True
+
+    def _set_limit(self, sequence: Sequence) -> None:
+        room = len(sequence.blocks) * self.config.block_size
+        sequence.limit = min(room, sequence.most_ids - 1)
+
+    def _prompt_rows(self, flight: _Flight, budget: int, now: int) -> None:
         """First come, first served; the last prompt that fits is cut to the budget."""
         while budget > 0:
             sequence = self._next_prompt(now)
@@ -297,7 +329,9 @@ class EngineCore:
             count = min(budget, left)
             budget -= count
             sample = count == left and sequence.request.params.max_tokens > 0
-            rows.append(self._row(sequence, count, sample, flight))
+            flight.rows.append((sequence, Row(sequence.slot, sequence.scheduled, count, sample)))
+            sequence.scheduled += count
+            sequence.last_batch = flight.id
             self._register(sequence, sequence.scheduled)
             if count == left:
                 self._prompt_scheduled(sequence)
@@ -333,22 +367,16 @@ class EngineCore:
     def _prompt_scheduled(self, sequence: Sequence) -> None:
         del self._prefilling[sequence.dispatch]
         if not sequence.handoff and sequence.request.params.max_tokens > 0:
-            self._decoding[sequence.dispatch] = sequence
+            self._start_decoding(sequence)
 
-    def _row(self, sequence: Sequence, count: int, sample: bool, flight: _Flight) -> Row:
-        new_blocks = sequence.blocks[sequence.sent_blocks :]
-        row = Row(sequence.slot, sequence.scheduled, count, new_blocks, sample)
-        sequence.sent_blocks += len(new_blocks)
-        sequence.scheduled += count
-        sequence.pending += sample
-        sequence.flights += 1
-        flight.rows.append((sequence, row))
-        return row
+    def _start_decoding(self, sequence: Sequence) -> None:
+        self._decoding[sequence.dispatch] = sequence
+        self._set_limit(sequence)
 
     @staticmethod
     def _all_scheduled(sequence: Sequence) -> bool:
         """Whether batches in flight bring all the tokens that may still come."""
-        return sequence.outputs + sequence.pending >= sequence.request.params.max_tokens
+        return sequence.scheduled >= sequence.most_ids - 1
 
     # ---- memory
 
@@ -376,7 +404,7 @@ class EngineCore:
         fresh = self.blocks.blocks_for(len(sequence.ids)) - len(shared)
         sequence.blocks = self.blocks.take(shared, fresh)
         cached = len(shared) * self.config.block_size
-        sequence.scheduled = sequence.computed = sequence.cached_tokens = cached
+        sequence.scheduled = sequence.cached_tokens = cached
         self._take_slot(sequence)
         return True
 
@@ -391,6 +419,7 @@ class EngineCore:
                 sequence.request.params,
             )
         )
+        self._grown.append((sequence.slot, sequence.blocks.copy()))
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, at the cost of the newest sequence if need be."""
@@ -401,7 +430,10 @@ class EngineCore:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self.blocks.take([], 1)
+        self._register(sequence, min(sequence.scheduled, len(sequence.ids)))
+        fresh = self.blocks.take([], 1)
+        sequence.blocks += fresh
+        self._grown.append((sequence.slot, fresh))
         return True
 
     def _newest(self) -> Sequence:
@@ -441,15 +473,12 @@ class EngineCore:
 
     # ---- results
 
-    def _landed(self, sequence: Sequence) -> bool:
-        """Count a flight off. False: the sequence is over and the result is dropped."""
-        sequence.flights -= 1
-        if not sequence.over:
-            return True
-        if not sequence.flights:
-            self._landing.remove(sequence)
+    def _land(self) -> None:
+        """Free what is over and named by no batch in flight any more."""
+        landed = [s for s in self._landing if s.last_batch <= self._committed]
+        self._landing = [s for s in self._landing if s.last_batch > self._committed]
+        for sequence in landed:
             self._free(sequence)
-        return False
 
     def _commit_read(self, sequence: Sequence, last: bool, good: bool, now: int) -> None:
         if not good:
@@ -463,20 +492,37 @@ class EngineCore:
         assert pull is not None
         sequence.pull = None
         sequence.prefilled = True
-        sequence.scheduled = sequence.computed = pull.tokens
+        sequence.scheduled = pull.tokens
         self._register(sequence, pull.tokens)
         del self._pulling[sequence.dispatch]
-        self._decoding[sequence.dispatch] = sequence
+        self._start_decoding(sequence)
         self._events.append(Pulled(sequence.dispatch, now - sequence.first_scheduled))
 
+    def _commit_decodes(self, decodes: list[Sequence], result: BatchResult, now: int) -> None:
+        dispatches: list[int] = []
+        indices: list[int] = []
+        ids: list[int] = []
+        details = result.details
+        for place, (sequence, token) in enumerate(zip(decodes, result.tokens, strict=True)):
+            if sequence.over:
+                continue
+            known = len(sequence.ids) + 1
+            if known == sequence.most_ids or token in sequence.stop_ids or place in details:
+                self._commit_token(sequence, details.get(place) or RowResult(token), now)
+                continue
+            sequence.ids.append(token)
+            dispatches.append(sequence.dispatch)
+            indices.append(known - 1 - sequence.prompt_len)
+            ids.append(token)
+        if ids:
+            self._events.append(Decoded(dispatches, indices, ids))
+
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult, now: int) -> None:
-        sequence.computed = row.start + row.count
         if result.prompt_logprobs:
             sequence.scores += result.prompt_logprobs
-        if not sequence.prefilled:
-            if sequence.computed < len(sequence.ids):
-                return
-            self._prompt_computed(sequence, now)
+        if row.start + row.count < len(sequence.ids):
+            return
+        self._prompt_computed(sequence, now)
         if row.sample:
             self._commit_token(sequence, result, now)
         else:
@@ -497,10 +543,7 @@ class EngineCore:
 
     def _commit_token(self, sequence: Sequence, result: RowResult, now: int) -> None:
         assert result.token is not None
-        sequence.pending -= 1
         sequence.ids.append(result.token)
-        if sequence.computed % self.config.block_size == 0:
-            self._register(sequence, sequence.computed)
         finish = self._finish(sequence, result)
         logprobs = [result.logprobs] if result.logprobs is not None else None
         index = sequence.outputs - 1
@@ -512,25 +555,26 @@ class EngineCore:
 
     @staticmethod
     def _finish(sequence: Sequence, result: RowResult) -> FinishReason | None:
-        params = sequence.request.params
-        if result.grammar_ended or result.token in params.stop_ids:
+        if result.grammar_ended or result.token in sequence.stop_ids:
             return "stop"
-        return "length" if sequence.outputs >= params.max_tokens else None
+        return "length" if len(sequence.ids) >= sequence.most_ids else None
 
     def _pin(self, sequence: Sequence, now: int) -> None:
         self._pinned[sequence.dispatch] = now + self.config.lease_ns
-        used = self.blocks.blocks_for(sequence.computed)
+        tokens = len(sequence.ids) - 1
+        used = self.blocks.blocks_for(tokens)
         self._events.append(
-            HandoffReady(
-                sequence.dispatch, sequence.slot, sequence.blocks[:used], sequence.computed
-            )
+            HandoffReady(sequence.dispatch, sequence.slot, sequence.blocks[:used], tokens)
         )
 
     # ---- endings
 
     def _let_go(self, sequence: Sequence) -> None:
         """End a sequence here; what it holds is freed when no batch in flight names it."""
+        if sequence.prefilled:
+            self._register(sequence, len(sequence.ids) - 1)
         sequence.over = True
+        sequence.limit = 0
         dispatch = sequence.dispatch
         del self._sequences[dispatch]
         self._pinned.pop(dispatch, None)
@@ -538,7 +582,7 @@ class EngineCore:
             self._waiting, self._prefilling, self._pull_waiting, self._pulling, self._decoding,
         ):  # fmt: skip
             queue.pop(dispatch, None)
-        if sequence.flights:
+        if sequence.last_batch > self._committed:
             self._landing.append(sequence)
         else:
             self._free(sequence)

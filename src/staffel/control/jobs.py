@@ -96,7 +96,8 @@ class Job:
         self.hashes: list[bytes] | None = None
         self.queued_tokens = 0
         """Its part of the instance's."""
-        self.held_tokens = 0
+        self.held = False
+        """Whether its tokens are among the instance's."""
         self.losses = 0
         self.repeats = 0
         self.cached_tokens = 0

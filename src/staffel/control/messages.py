@@ -3,7 +3,10 @@
 Three edges: the router commands instances (`Command`, carried in an `Order`), instances report
 to the router (`Event`, carried in a `Report`, one per step), and an engine hands batches to its
 executor (`Batch`, answered by `BatchResult`). What the router tells the API is `Delta` and
-`Failure`.
+`Failure`, and `Deltas` for many at once.
+
+What happens once per token is said in columns, lists that belong together place by place: one
+message per step, whatever the number of sequences.
 
 A **dispatch** is one assignment of a request to an instance. Its number is unique and rising
 over the router's life; it is the handoff's generation. Every command and event names it, and an
@@ -131,6 +134,15 @@ class Tokens(Struct, frozen=True, tag=True):
     """Set with the last ones; the instance has let go of the sequence then."""
 
 
+class Decoded(Struct, frozen=True, tag=True):
+    """One more output token for each of several sequences that go on after it: columns."""
+
+    dispatches: list[int]
+    indices: list[int]
+    """Place of each token among its request's output tokens."""
+    ids: list[int]
+
+
 class Prefilled(Struct, frozen=True, tag=True):
     """The prompt is computed. Comes with, and before, the first token."""
 
@@ -184,7 +196,17 @@ class Ended(Struct, frozen=True, tag=True):
     dispatch: int
 
 
-Event = Tokens | Prefilled | HandoffReady | PullStarted | Pulled | PullFailed | Preempted | Ended
+Event = (
+    Decoded
+    | Tokens
+    | Prefilled
+    | HandoffReady
+    | PullStarted
+    | Pulled
+    | PullFailed
+    | Preempted
+    | Ended
+)
 
 
 class Load(Struct, frozen=True, array_like=True):
@@ -248,13 +270,11 @@ class Enter(Struct, frozen=True, array_like=True):
 
 
 class Row(Struct, frozen=True, array_like=True):
-    """A sequence's share of a batch: compute positions start .. start + count."""
+    """A prompt's share of a batch: compute positions start .. start + count."""
 
     slot: int
     start: int
     count: int
-    new_blocks: list[int]
-    """Appended to the slot's block table before anything is computed."""
     sample: bool
     """Whether to draw the token after the last position."""
 
@@ -271,10 +291,10 @@ class ReadChunk(Struct, frozen=True, array_like=True):
 
 
 class Batch(Struct, frozen=True, array_like=True):
-    """What one step does, in this order: leaves, enters, reads, rows.
+    """What one step does, in this order: leaves, enters, grown, reads; then decodes and rows.
 
-    All rows write their KV before any reads it, layer by layer, so a row may use blocks that an
-    earlier row of the same batch fills.
+    All that is computed writes its KV before any reads it, layer by layer, so a row may use blocks
+    that an earlier row of the same batch fills.
     """
 
     id: int
@@ -282,7 +302,11 @@ class Batch(Struct, frozen=True, array_like=True):
     """Slots that are free now; their generation word is cleared."""
     enters: list[Enter]
     """Slots that are taken now; their generation word is set."""
+    grown: list[tuple[int, list[int]]]
+    """Slots, and the blocks to append to their block tables."""
     reads: list[ReadChunk]
+    decodes: list[int]
+    """Slots whose last known token is computed, and the token after it drawn."""
     rows: list[Row]
 
 
@@ -303,6 +327,10 @@ class BatchResult(Struct, frozen=True, array_like=True):
     rows: list[RowResult]
     reads: list[bool]
     """Whether each read succeeded and, where asked, was confirmed."""
+    tokens: list[int] = []
+    """Drawn for the decodes."""
+    details: dict[int, RowResult] = {}
+    """By place among the decodes, where there is more to say than the token."""
 
 
 # ---- router to API
@@ -323,6 +351,15 @@ class Delta(Struct, frozen=True, tag=True):
     """Set with the first delta where asked for; the first entry belongs to prompt token 1."""
 
 
+class Deltas(Struct, frozen=True, tag=True):
+    """One more token for each of several requests that go on after it: columns of what would be
+    a `Delta` each."""
+
+    requests: list[str]
+    indices: list[int]
+    ids: list[int]
+
+
 class Failure(Struct, frozen=True, tag=True):
     """A request that won't be answered, or not to its end."""
 
@@ -335,6 +372,23 @@ class Failure(Struct, frozen=True, tag=True):
 
 
 # ---- what cores are made with
+
+LEASE_NS = 30 * 10**9
+"""How long a prefill instance keeps pinned KV without hearing from the router."""
+
+READ_BYTES_PER_STEP = 16 << 20
+"""Most bytes of KV that a step copies while sequences decode: about 2 ms of memory traffic."""
+
+
+def read_blocks(bytes_per_block: int) -> int:
+    """Blocks of that size that a step reads while sequences decode."""
+    return max(1, READ_BYTES_PER_STEP // bytes_per_block)
+
+
+def window_tokens(chunk_tokens: int, stages: int = 1) -> int:
+    """Prompt tokens to send ahead to an instance: a chunk for each stage and one more, twice, so
+    that it never waits for the router; 4096 at least."""
+    return max(4096, 2 * chunk_tokens * (stages + 1))
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -354,6 +408,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Most blocks that a step reads from peers while sequences decode here."""
     lease_ns: int
     prefix_cache: bool = True
+    stages: int = 1
+    """Pipeline stages. Above 1 the next token of a sequence can't be scheduled before the last one
+    is known, so the running sequences are dealt to so many batches in flight."""
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):

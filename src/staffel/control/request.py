@@ -64,24 +64,23 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 class Sequence:
     """A request inside an instance: token ids, block table, progress.
 
-    A position is *scheduled* when a batch that computes its KV has been handed out, and
-    *computed* when that batch came back. With one batch in flight the two differ only while it
-    runs. `pending` tokens are being sampled: their place is known, their id is not.
+    A position is *scheduled* when a batch that computes its KV has been handed out. The token
+    after the last scheduled position is being drawn: its place is known, its id is not.
     """
 
     __slots__ = (
         "arrival",
         "blocks",
         "cached_tokens",
-        "computed",
         "dispatch",
         "first_scheduled",
-        "flights",
         "handoff",
         "hashes",
         "ids",
+        "last_batch",
+        "limit",
+        "most_ids",
         "over",
-        "pending",
         "prefilled",
         "prompt_len",
         "pull",
@@ -89,8 +88,8 @@ class Sequence:
         "request",
         "scheduled",
         "scores",
-        "sent_blocks",
         "slot",
+        "stop_ids",
     )
 
     def __init__(
@@ -102,6 +101,8 @@ class Sequence:
         self.ids = request.prompt + emitted
         """Prompt and committed output."""
         self.prompt_len = len(request.prompt)
+        self.most_ids = self.prompt_len + request.params.max_tokens
+        self.stop_ids = request.params.stop_ids
         self.handoff = handoff
         """Whether to stop after the first token and hand the KV over."""
         self.arrival = now
@@ -117,17 +118,16 @@ class Sequence:
         """The executor's slot; -1: none."""
         self.blocks: list[int] = []
         """The block table."""
-        self.sent_blocks = 0
-        """How many of `blocks` the executor has been told of."""
         self.hashes: list[bytes] = []
         """Chained hashes of the full blocks of `ids`, as far as they have been needed."""
         self.registered = 0
         """How many of `blocks` the prefix cache has been offered."""
         self.scheduled = 0
-        self.computed = 0
-        self.pending = 0
-        self.flights = 0
-        """Batches in flight that name it; its blocks and slot stay until there are none."""
+        self.limit = 0
+        """While it decodes: up to where it can be scheduled without a thought, by its blocks and
+        `most_ids`. 0 once it is over."""
+        self.last_batch = 0
+        """The last batch that names it; its blocks and slot stay until that has landed."""
         self.pull: Pull | None = None
         """The read that fills its blocks, until that is confirmed."""
         self.over = False
@@ -137,11 +137,6 @@ class Sequence:
     def outputs(self) -> int:
         """Committed output tokens, those before this instance included."""
         return len(self.ids) - self.prompt_len
-
-    @property
-    def length(self) -> int:
-        """Tokens with the pending ones."""
-        return len(self.ids) + self.pending
 
 
 class Pull:

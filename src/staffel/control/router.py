@@ -20,7 +20,9 @@ from staffel.control.jobs import Handoff, Instance, Job, Summary, summarise
 from staffel.control.messages import (
     Attach,
     Cancel,
+    Decoded,
     Delta,
+    Deltas,
     Detach,
     Ended,
     Event,
@@ -49,12 +51,15 @@ MAX_LOSSES = 3
 RETRY_AFTER_S = 1
 
 
+News = Delta | Deltas | Failure
+
+
 class Actions(Struct, frozen=True):
     """What the shell is to do."""
 
     orders: list[tuple[str, Order]]
     """By instance."""
-    news: list[Delta | Failure]
+    news: list[News]
     summaries: list[Summary]
 
 
@@ -71,7 +76,7 @@ class RouterCore:
         """Cancelled pulls, by dispatch: the pin stays until the reader has answered."""
         self._last_dispatch = 0
         self._next_renewal = 0
-        self._news: list[Delta | Failure] = []
+        self._news: list[News] = []
         self._summaries: list[Summary] = []
 
     # ---- what the shell calls
@@ -307,8 +312,8 @@ class RouterCore:
         instance.jobs[job.dispatch] = job
 
     def _hold(self, job: Job, instance: Instance) -> None:
-        job.held_tokens = job.length
-        instance.held_tokens += job.held_tokens
+        job.held = True
+        instance.held_tokens += job.length
 
     def _unassign(self, job: Job) -> None:
         """The current dispatch is over; its instance's load is taken off."""
@@ -317,8 +322,10 @@ class RouterCore:
             return
         instance.jobs.pop(job.dispatch, None)
         instance.queued_tokens -= job.queued_tokens
-        instance.held_tokens -= job.held_tokens
-        job.queued_tokens = job.held_tokens = 0
+        job.queued_tokens = 0
+        if job.held:
+            instance.held_tokens -= job.length
+            job.held = False
         job.instance = None
 
     def _requeue(self, job: Job, now: int) -> None:
@@ -334,6 +341,9 @@ class RouterCore:
     # ---- events
 
     def _hear(self, instance: Instance, event: Event, now: int) -> None:
+        if isinstance(event, Decoded):
+            self._decoded(instance, event, now)
+            return
         if isinstance(event, Ended):
             self._ended(event)
             return
@@ -369,6 +379,23 @@ class RouterCore:
             job.cached_tokens = event.cached_tokens
             job.prompt_logprobs = event.prompt_logprobs
 
+    def _decoded(self, instance: Instance, event: Decoded, now: int) -> None:
+        news = Deltas([], [], [])
+        for dispatch, index, token in zip(event.dispatches, event.indices, event.ids, strict=True):
+            job = instance.jobs.get(dispatch)
+            if job is None:
+                continue
+            if index != len(job.emitted):
+                self._tokens(job, Tokens(dispatch, index, [token]), now)
+                continue
+            job.emitted.append(token)
+            news.requests.append(job.request.id)
+            news.indices.append(index)
+            news.ids.append(token)
+        if news.ids:
+            self._news.append(news)
+            instance.held_tokens += len(news.ids)
+
     def _tokens(self, job: Job, event: Tokens, now: int) -> None:
         known = len(job.emitted) - event.index
         if known < 0:
@@ -377,12 +404,12 @@ class RouterCore:
             return
         if len(event.ids) <= known and event.finish is None:
             return
-        self._emit(job, event.ids[known:], event.logprobs and event.logprobs[known:], event.finish)
+        ids = event.ids[known:]
+        self._emit(job, ids, event.logprobs and event.logprobs[known:], event.finish)
         if job.first_token_at is None:
             job.first_token_at = now
-        if job.held_tokens and job.instance is not None:
-            job.held_tokens += len(event.ids)
-            job.instance.held_tokens += len(event.ids)
+        if job.held and job.instance is not None:
+            job.instance.held_tokens += len(ids)
         if event.finish is not None:
             self._unassign(job)
             self._close(job, event.finish, now)

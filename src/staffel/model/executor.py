@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from staffel.config import ConfigError, Device, Dtype, ModelSpec
+from staffel.config import ConfigError, Device, Dtype, ModelSpec, Quantization
 from staffel.control.messages import (
     Batch,
     BatchResult,
@@ -20,8 +20,8 @@ from staffel.control.messages import (
     Row,
     RowResult,
 )
-from staffel.model import hook, loader, selfcheck
-from staffel.model.attention_cpu import CpuAttention
+from staffel.kernels import library
+from staffel.model import attention_kernels, hook, loader, pack, selfcheck
 from staffel.model.cache import PagedCache, blocks_that_fit
 from staffel.model.grammar import Grammars
 from staffel.model.sampler import SamplingState, sample, score
@@ -47,6 +47,7 @@ class Executor:
         max_sequences: int = 128,
         device: Device = "auto",
         dtype: Dtype = "auto",
+        quantization: Quantization | None = None,
         threads: int | None = None,
     ) -> None:
         """Load the model, check it, and take `kv_bytes` of memory for the cache.
@@ -58,12 +59,17 @@ class Executor:
         if threads is not None:
             torch.set_num_threads(threads)
         path = Path(spec.path)
+        kernels = _kernels(_dtype(dtype), quantization)
         self._model = loader.load(path, dtype=_dtype(dtype), max_model_len=spec.max_model_len)
-        selfcheck.check(self._model)
+        expected = selfcheck.reference(self._model)
+        if kernels is not None:
+            pack.pack_model(self._model, path, quantization)
+        selfcheck.check(self._model, expected, quantization)
         shape = _shape(self._model, max_sequences, block_size)
         blocks = blocks_that_fit(kv_bytes, shape, spec.max_model_len)
         self._memory: KvMemory = create(msgspec.structs.replace(shape, num_blocks=blocks))
-        self._attention = CpuAttention(PagedCache.over(self._memory.k, self._memory.v))
+        cache = PagedCache.over(self._memory.k, self._memory.v)
+        self._attention = attention_kernels.best(cache)
         hook.connect((layer.module for layer in self._model.layers), self._attention)
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
@@ -104,8 +110,18 @@ class Executor:
             self._leave(slot)
         for enter in batch.enters:
             self._enter(enter)
+        for slot, blocks in batch.grown:
+            self._slots.grow(slot, blocks)
         reads = [self._read(chunk) for chunk in batch.reads]
-        return BatchResult(self._compute(batch.rows) if batch.rows else [], reads)
+        rows = [*map(self._slots.next_row, batch.decodes), *batch.rows]
+        results = self._compute(rows) if rows else []
+        decoded = results[: len(batch.decodes)]
+        return BatchResult(
+            results[len(decoded) :],
+            reads,
+            [result.token for result in decoded],
+            {place: result for place, result in enumerate(decoded) if _says_more(result)},
+        )
 
     def close(self) -> None:
         """Give the memory back: the cache, peers' caches and the model."""
@@ -204,6 +220,11 @@ class _Sequence:
         return self.state.params.prompt_logprobs
 
 
+def _says_more(result: RowResult) -> bool:
+    """Than the token."""
+    return result.logprobs is not None or result.grammar_ended
+
+
 def _check_device(device: Device) -> None:
     if device == "cuda":
         raise ConfigError("--device: cuda can't be used yet; take cpu")
@@ -212,6 +233,23 @@ def _check_device(device: Device) -> None:
 def _dtype(dtype: Dtype) -> torch.dtype:
     """The one asked for; "auto" is float32: half the width is many times slower on most CPUs."""
     return torch.float32 if dtype == "auto" else getattr(torch, dtype)
+
+
+def _kernels(dtype: torch.dtype, quantization: Quantization | None) -> str | None:
+    """The instruction set of the kernels in use; None: torch computes everything.
+
+    Raises:
+        ConfigError: there are none, and the quantization needs them.
+    """
+    level = library.level() if dtype == torch.float32 else None
+    if level is None and quantization is not None:
+        raise ConfigError(
+            f"--quantization: {quantization} needs --dtype float32 and the CPU kernels, which are "
+            "built where a C compiler is found (and not switched off by STAFFEL_KERNELS)"
+        )
+    weights = quantization or str(dtype).removeprefix("torch.")
+    log.info("%s weights, computed by %s", weights, f"{level} kernels" if level else "torch")
+    return level
 
 
 def _shape(model: loader.CausalLM, slots: int, block_size: int) -> KvShape:

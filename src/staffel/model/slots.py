@@ -33,33 +33,38 @@ class Slots:
     def leave(self, slot: int) -> None:
         self.lengths[slot] = 0
 
+    def grow(self, slot: int, blocks: list[int]) -> None:
+        """Append to the slot's block table."""
+        used = self.blocks[slot]
+        self.tables[slot, used : used + len(blocks)] = blocks
+        self.blocks[slot] = used + len(blocks)
+
+    def next_row(self, slot: int) -> Row:
+        """The one position that is known but not computed; the token after it is drawn."""
+        return Row(slot, int(self.lengths[slot]) - 1, 1, True)
+
     def append(self, slot: int, token: int) -> None:
         """The token after all known ones."""
         self.ids[slot, self.lengths[slot]] = token
         self.lengths[slot] += 1
 
     def pack(self, rows: list[Row]) -> tuple[PackedStep, np.ndarray[Any, Any]]:
-        """Take up the rows' new blocks; what they compute, and its token ids, int32 [T].
+        """What the rows compute, and its token ids, int32 [T].
 
         Raises:
             ValueError: a row goes beyond the ids or the blocks that are known of its slot.
         """
         for row in rows:
-            self._take_up(row)
+            self._check(row)
         slots = np.array([row.slot for row in rows])
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
         step = PackedStep(self.tables[slots], starts, counts)
         return step, self.ids[slots[step.owners], step.positions]
 
-    def _take_up(self, row: Row) -> None:
-        used = self.blocks[row.slot]
-        held = used + len(row.new_blocks)
-        if row.new_blocks:
-            self.tables[row.slot, used:held] = row.new_blocks
-            self.blocks[row.slot] = held
+    def _check(self, row: Row) -> None:
         end = row.start + row.count
-        known = min(self.lengths[row.slot], held * self._block_size)
+        known = min(self.lengths[row.slot], self.blocks[row.slot] * self._block_size)
         if row.count < 1 or end > known:
             raise ValueError(
                 f"slot {row.slot}: positions {row.start} to {end} asked for, {known} known"

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement
+from staffel.control.messages import LEASE_NS
 from staffel.runtime.instance import InstanceJob
-
-LEASE_NS = 30 * 10**9
-"""How long a prefill instance keeps pinned KV without hearing from the router."""
 
 
 def make_jobs(
@@ -22,7 +20,12 @@ def make_jobs(
     journal: Path | None = None,
     log_level: str = "INFO",
 ) -> list[InstanceJob]:
-    """One job for each instance of the placement."""
+    """One job for each instance of the placement.
+
+    Raises:
+        ConfigError: the placement is one that can be planned, and not served.
+    """
+    _check_servable(placement)
     named = placement.each()
     threads, cores = share_cores([spec for _, spec in named], sorted(os.sched_getaffinity(0)))
     incarnation = time.time_ns()
@@ -41,6 +44,18 @@ def make_jobs(
         )
         for number, (name, spec) in enumerate(named)
     ]
+
+
+def _check_servable(placement: Placement) -> None:
+    for spec in placement.instances:
+        for field in ("tp", "pp"):
+            size = getattr(spec.parallel, field)
+            if size > 1:
+                raise ConfigError(
+                    f"placement: {spec.role}: parallel: {field}: {size} can't be served yet, only "
+                    f"planned and simulated; take {field}: 1 (`staffel plan --executable` plans "
+                    "what can be served)"
+                )
 
 
 def share_cores(

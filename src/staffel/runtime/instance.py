@@ -25,14 +25,12 @@ from staffel.control.messages import (
     KvRegion,
     Order,
     Unable,
+    read_blocks,
 )
 from staffel.runtime.links import InstanceLink
 from staffel.runtime.logs import set_up_logging
 
 log = logging.getLogger("staffel.instance")
-
-READ_BYTES_PER_STEP = 16 << 20
-"""Most bytes of KV that a step copies while sequences decode: about 2 ms of memory traffic."""
 
 _IDLE_POLL_MS = 500
 
@@ -153,6 +151,7 @@ def _make_executor(job: InstanceJob) -> Executor:
     return ModelExecutor(
         job.model,
         dtype=job.spec.dtype,
+        quantization=job.spec.quantization,
         device=job.spec.device,
         threads=job.threads,
         kv_bytes=job.spec.kv_bytes,
@@ -162,7 +161,6 @@ def _make_executor(job: InstanceJob) -> Executor:
 
 
 def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
-    bytes_per_block = region.size // region.num_blocks
     return EngineConfig(
         instance=job.name,
         incarnation=job.incarnation,
@@ -172,7 +170,7 @@ def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
         block_size=region.block_size,
         max_sequences=job.spec.max_sequences,
         chunk_tokens=job.spec.chunk_tokens,
-        read_blocks=max(1, READ_BYTES_PER_STEP // bytes_per_block),
+        read_blocks=read_blocks(region.size // region.num_blocks),
         lease_ns=job.lease_ns,
     )
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from staffel.runtime.instance import InstanceJob, run_instance
+from staffel.threads import environment
 
 log = logging.getLogger("staffel.launcher")
 
@@ -51,7 +52,7 @@ class ProcessLauncher:
             stdin=asyncio.subprocess.PIPE,
             # Ctrl-C in a terminal is for the server, which then stops its instances.
             start_new_session=True,
-            env=_environment(job.threads),
+            env=environment(job.threads),
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(job) + b"\n")
@@ -77,18 +78,6 @@ class ProcessHandle:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Thread pools are set up at import, so before the process starts.
-
-    Threads that wait for each other spin, by default for so long that on a core which somebody
-    else needs as well a step takes three times as long; so short, 1.7 times. On a quiet machine
-    both are equally fast.
-    """
-    count = str(threads)
-    pools = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **pools}
 
 
 class ThreadLauncher:

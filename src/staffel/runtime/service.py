@@ -18,6 +18,7 @@ from staffel.control.jobs import Summary
 from staffel.control.journal import record
 from staffel.control.messages import (
     Delta,
+    Deltas,
     Failure,
     FromInstance,
     Hello,
@@ -214,9 +215,13 @@ class Service:
         for instance, order in actions.orders:
             self._link.send(instance, order)
         for news in actions.news:
-            self._deliver(news)
+            self._deliver_all(news) if isinstance(news, Deltas) else self._deliver(news)
         for summary in actions.summaries:
             _log_summary(summary)
+
+    def _deliver_all(self, news: Deltas) -> None:
+        for request, index, token in zip(news.requests, news.indices, news.ids, strict=True):
+            self._deliver(Delta(request, index, [token]))
 
     def _deliver(self, news: Delta | Failure) -> None:
         stream = self._streams.get(news.request)

@@ -1,0 +1,83 @@
+"""Attention over a paged cache: what the C function `staffel_attention` takes, and its tiles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from staffel.kernels import library
+
+Ints = np.ndarray[Any, Any]
+
+_ROWS = 126
+"""Most rows (token and head) of a tile: it stays in the second-level cache, and keys are
+transposed once for all of them. A multiple of the rows that the kernel computes at a time."""
+
+
+def _each(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+_POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class Call(ctypes.Structure):
+    """The arguments, as source/paged.h describes them; the same one serves call after call."""
+
+    _fields_ = [
+        *_each(_POINTER, "k_cache", "v_cache"),
+        *_each(_INTEGER, "blocks", "layers", "block_size", "kv_heads", "k_width", "v_width"),
+        *_each(_INTEGER, "sequences"),
+        *_each(_POINTER, "tables"),
+        *_each(_INTEGER, "table_stride"),
+        *_each(_POINTER, "starts", "counts", "offsets", "tiles"),
+        *_each(_INTEGER, "tile_count", "tile_rows", "layer", "heads"),
+        *_each(_POINTER, "q"),
+        *_each(_INTEGER, "q_token", "q_head"),
+        *_each(_POINTER, "k"),
+        *_each(_INTEGER, "k_token", "k_head"),
+        *_each(_POINTER, "v"),
+        *_each(_INTEGER, "v_token", "v_head"),
+        *_each(_POINTER, "out", "sinks"),
+        *_each(_INTEGER, "window"),
+        *_each(_DOUBLE, "scaling", "softcap"),
+        *_each(_POINTER, "scratch"),
+        *_each(_INTEGER, "threads"),
+    ]
+
+
+def kernel() -> Callable[[Any], None]:
+    """Writes a layer's keys and values into the cache, then attends; takes a reference to a Call.
+
+    The call is trusted: see `checker` for the block tables.
+    """
+    return library.function("staffel_attention", ctypes.c_void_p)
+
+
+def checker() -> Callable[[Any], int]:
+    """Gives the first sequence whose block table can't be right, or -1; takes the same."""
+    return library.function("staffel_attention_check", ctypes.c_void_p, result=ctypes.c_int64)
+
+
+def scratch_floats(rows: int, kv_heads: int, k_width: int, v_width: int) -> int:
+    """How many floats of scratch memory each thread needs for tiles of at most `rows` rows."""
+    integers = [ctypes.c_int64] * 4
+    count = library.function("staffel_attention_scratch", *integers, result=ctypes.c_int64)
+    return count(rows, kv_heads, k_width, v_width)
+
+
+def tiles(counts: Ints, group: int) -> tuple[Ints, int]:
+    """Cut each sequence's tokens (`counts` of them) into tiles; `group` heads share a kv head.
+
+    Gives int64 [tiles, 3]: sequence, first token, tokens; and the most rows of a tile.
+    """
+    most = max(1, _ROWS // group)
+    sequences = np.repeat(np.arange(len(counts)), -(-counts // most))
+    within = np.arange(len(sequences)) - np.searchsorted(sequences, sequences)
+    first = within * most
+    tokens = np.minimum(counts[sequences] - first, most)
+    table = np.stack([sequences, first, tokens], axis=1)
+    return np.ascontiguousarray(table, np.int64), int(tokens.max()) * group

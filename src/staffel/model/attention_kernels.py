@@ -1,0 +1,120 @@
+"""Attention over the paged cache in C: keys and values are read where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from staffel.config import ConfigError
+from staffel.kernels import attention as kernels
+from staffel.kernels import library
+from staffel.model.attention import Flavour, PackedStep, PagedAttention
+from staffel.model.attention_cpu import CpuAttention
+from staffel.model.cache import PagedCache
+
+Ints = np.ndarray[Any, Any]
+
+_NO_WINDOW = 1 << 62
+
+
+def best(cache: PagedCache) -> PagedAttention:
+    """The fastest attention over this cache: in C where it is built and the cache is float32."""
+    if cache.k.dtype != torch.float32 or library.level() is None:
+        return CpuAttention(cache)
+    return KernelAttention(cache)
+
+
+class KernelAttention:
+    """A `PagedAttention` for float32. One forward pass at a time; it uses torch's threads.
+
+    Raises:
+        ConfigError: the cache isn't of float32, or not contiguous.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        _check_cache(cache)
+        self._cache = cache
+        self._attend, self._check = kernels.kernel(), kernels.checker()
+        self._call = kernels.Call(
+            k_cache=cache.k.data_ptr(),
+            v_cache=cache.v.data_ptr(),
+            blocks=cache.k.shape[0] // (cache.layers * cache.block_size),
+            layers=cache.layers,
+            block_size=cache.block_size,
+            kv_heads=cache.k.shape[1],
+            k_width=cache.k.shape[2],
+            v_width=cache.v.shape[2],
+        )
+        self._address = ctypes.addressof(self._call)
+        self._scratch = torch.empty(0)
+
+    def begin(self, step: PackedStep) -> None:
+        """Raises ValueError where a block table can't be right (a fault of the engine)."""
+        parts = (step.tables, step.starts, step.counts, step.offsets)
+        # The call holds addresses only: what they point to is kept here.
+        self._step = tables, starts, counts, offsets = [_int64(part) for part in parts]
+        call = self._call
+        call.sequences, call.table_stride = tables.shape
+        call.tables, call.starts = tables.ctypes.data, starts.ctypes.data
+        call.counts, call.offsets = counts.ctypes.data, offsets.ctypes.data
+        call.heads = 0
+        wrong = self._check(self._address)
+        if wrong >= 0:
+            raise ValueError(
+                f"sequence {wrong} of the batch: its block table {tables[wrong].tolist()} doesn't "
+                f"do for {counts[wrong]} tokens from {starts[wrong]} on"
+            )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, flavour: Flavour) -> Tensor:
+        call = self._call
+        heads = q.shape[1]
+        if call.heads != heads:
+            self._cut(heads)
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        sinks = None if flavour.sinks is None else flavour.sinks.float().contiguous()
+        out = q.new_empty(q.shape[0], heads, call.v_width)
+        call.layer = layer
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.q_token, call.q_head, _ = q.stride()
+        call.k_token, call.k_head, _ = k.stride()
+        call.v_token, call.v_head, _ = v.stride()
+        call.sinks = library.pointer(sinks)
+        call.window = _NO_WINDOW if flavour.window is None else flavour.window
+        call.scaling, call.softcap = flavour.scaling, flavour.softcap or 0
+        self._attend(self._address)
+        return out
+
+    def _cut(self, heads: int) -> None:
+        """Cut the step into tiles for that number of heads: at the first layer of a step."""
+        call = self._call
+        self._tiles, call.tile_rows = kernels.tiles(self._step[2], heads // call.kv_heads)
+        call.tiles, call.tile_count = self._tiles.ctypes.data, len(self._tiles)
+        call.heads, call.threads = heads, torch.get_num_threads()
+        each = kernels.scratch_floats(call.tile_rows, call.kv_heads, call.k_width, call.v_width)
+        if self._scratch.numel() < each * call.threads:
+            self._scratch = torch.empty(each * call.threads)
+        call.scratch = self._scratch.data_ptr()
+
+
+def _check_cache(cache: PagedCache) -> None:
+    for name, part in (("k", cache.k), ("v", cache.v)):
+        if part.dtype != torch.float32:
+            raise ConfigError(
+                f"cache.{name}: attention in C is for float32, not {part.dtype}; "
+                "take attention_cpu.CpuAttention"
+            )
+        if not part.is_contiguous():
+            raise ConfigError(f"cache.{name}: must be contiguous; lay it out so")
+
+
+def _int64(part: Ints) -> Ints:
+    return np.ascontiguousarray(part, np.int64)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself where each row's numbers lie side by side, as they nearly always do."""
+    return x if x.stride(2) == 1 else x.contiguous()
