@@ -1,0 +1,1 @@
+"""How long a batch takes: fitted from measurements, or from a hardware sheet."""
