@@ -1,0 +1,1 @@
+"""The simulated shell: the server's own decisions under a virtual clock."""

@@ -1,0 +1,138 @@
+"""From a placement, and a profile or a hardware sheet, to instances that can be simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from staffel.config import ConfigError, InstanceSpec, Placement
+from staffel.latency.hardware import Hardware
+from staffel.latency.model import LatencyModel
+from staffel.latency.profile import Profile
+from staffel.latency.roofline import Precision, RooflineModel
+from staffel.latency.shape import ModelShape
+from staffel.sim.models import InstanceModel, LinkModel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated, and what that rests on."""
+
+    instances: tuple[InstanceModel, ...]
+    link: LinkModel
+    model: str
+    placement: str
+    """Its short form, like 1P1D."""
+    basis: str
+    """Where the times come from."""
+
+    @property
+    def devices(self) -> int:
+        return sum(instance.devices for instance in self.instances)
+
+    def over(self, bytes_per_second: float) -> Setting:
+        """The same with another link."""
+        return replace(self, link=replace(self.link, bytes_per_second=bytes_per_second))
+
+
+def from_profile(profile: Profile, placement: Placement) -> Setting:
+    """Instances as they were measured.
+
+    Raises:
+        ConfigError: the placement is for another dtype, quantisation or number of threads.
+    """
+    for _, spec in placement.each():
+        _check_measured(spec, profile)
+    on_cpu = profile.device == "cpu"
+
+    def instance(spec: InstanceSpec) -> InstanceModel:
+        tp, pp = spec.parallel.tp, spec.parallel.pp
+        kv_tokens = spec.kv_bytes // profile.kv_bytes_per_token
+        made = _instance(spec, profile.for_tp(tp), kv_tokens)
+        devices = profile.threads if on_cpu else tp * pp
+        return replace(made, devices=devices, slowdown=profile.slowdown)
+
+    transfer = profile.transfer
+    link = LinkModel(
+        transfer.bytes_per_second, transfer.fixed_s, profile.kv_bytes_per_token, beside=not on_cpu
+    )
+    basis = f"profile of {profile.model} on {profile.device}, {profile.dtype}, {profile.date}"
+    return _setting(placement, instance, link, profile.model, basis)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A model on an accelerator that is known by its data sheet."""
+
+    hardware: Hardware
+    model: str
+    shape: ModelShape
+    dtype: str
+    """Of weights and KV."""
+
+    def latency(self, tp: int, pp: int) -> RooflineModel:
+        precision = Precision(self.dtype, self.dtype, self.dtype)
+        return RooflineModel(self.hardware, self.shape, tp=tp, pp=pp, precision=precision)
+
+    def kv_that_fits(self, tp: int, pp: int) -> int:
+        """Bytes beside the weights. Raises ConfigError where not even those fit."""
+        latency = self.latency(tp, pp)
+        return latency.kv_tokens() * latency.kv_bytes_per_token()
+
+    def setting(self, placement: Placement) -> Setting:
+        """Raises ConfigError where an instance can't hold the model and its `kv_memory`."""
+
+        def instance(spec: InstanceSpec) -> InstanceModel:
+            tp, pp = spec.parallel.tp, spec.parallel.pp
+            latency = self.latency(tp, pp)
+            kv_tokens = spec.kv_bytes // latency.kv_bytes_per_token()
+            if kv_tokens > latency.kv_tokens():
+                raise ConfigError(
+                    f"kv_memory: {spec.kv_memory} is more than fits beside the weights: "
+                    f"{self.kv_that_fits(tp, pp)} bytes"
+                )
+            return replace(_instance(spec, latency, kv_tokens), devices=tp * pp)
+
+        kv_bytes = self.latency(1, 1).kv_bytes_per_token()
+        link = LinkModel(self.hardware.link_bytes_per_second, 0.0, kv_bytes, beside=True)
+        basis = f"roofline of {self.hardware.name} ({self.hardware.source}), {self.dtype}"
+        return _setting(placement, instance, link, self.model, basis)
+
+
+def _setting(
+    placement: Placement,
+    instance: Callable[[InstanceSpec], InstanceModel],
+    link: LinkModel,
+    model: str,
+    basis: str,
+) -> Setting:
+    instances = tuple(instance(spec) for _, spec in placement.each())
+    return Setting(instances, link, model, placement.short(), basis)
+
+
+def _instance(spec: InstanceSpec, latency: LatencyModel, kv_tokens: int) -> InstanceModel:
+    return InstanceModel(
+        role=spec.role,
+        latency=latency,
+        kv_tokens=kv_tokens,
+        chunk_tokens=spec.chunk_tokens,
+        policy=spec.policy or "chunked",
+        max_sequences=spec.max_sequences,
+        block_size=spec.block_size,
+        pp=spec.parallel.pp,
+    )
+
+
+def _check_measured(spec: InstanceSpec, profile: Profile) -> None:
+    asked: dict[str, str | None] = {"quantization": spec.quantization}
+    if spec.dtype != "auto":
+        asked["dtype"] = spec.dtype
+    if spec.threads is not None and profile.device == "cpu":
+        asked["threads"] = str(spec.threads)
+    for field, value in asked.items():
+        measured = getattr(profile, field)
+        if value != (measured if measured is None else str(measured)):
+            raise ConfigError(
+                f"{field}: the placement has {value}, the profile was measured with {measured}; "
+                "measure again with `staffel profile`, or change the placement"
+            )
