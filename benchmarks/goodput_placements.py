@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ WORKLOADS = {
     "prompts": "lognormal:150,0.5,60,0.5",
     "outputs": "lognormal:40,0.5,200,0.5",
 }
-FIRST_RATES = {"prompts": "0.8", "outputs": "0.4"}
+FIRST_RATES = {"prompts": "2", "outputs": "1"}
 SLO = "auto:ttft=5x,tpot=3x"
 
 
@@ -46,6 +47,7 @@ def staffel(*words: str) -> list[str]:
 @contextmanager
 def serving(options: list[str], length: str = "1024") -> Iterator[None]:
     """A server that is ready, and gone afterwards; `length` is its context."""
+    _check_port()
     command = staffel("serve", "--port", str(PORT), "--max-model-len", length, *options)
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -54,6 +56,16 @@ def serving(options: list[str], length: str = "1024") -> Iterator[None]:
     finally:
         server.terminate()
         server.wait()
+
+
+def _check_port() -> None:
+    """Whoever listens there already would be measured in the server's place."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", PORT))
+        except OSError:
+            raise SystemExit(f"port {PORT} is taken; end what listens there") from None
 
 
 def _wait_ready(server: subprocess.Popen[bytes]) -> None:

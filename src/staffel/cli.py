@@ -11,6 +11,11 @@ import typer
 import staffel
 from staffel.bench.commands import app as bench_app
 from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, Role, parse_bytes
+from staffel.latency.commands import kv_cost
+from staffel.model.commands import profile
+from staffel.plan.commands import app as reproduce_app
+from staffel.plan.commands import plan
+from staffel.sim.commands import simulate
 from staffel.terminal import or_error, out, print_table
 
 app = typer.Typer(
@@ -19,9 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-app.add_typer(bench_app, name="bench")
 
 
 class PolicyName(StrEnum):
@@ -34,6 +36,10 @@ class DtypeName(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class QuantizationName(StrEnum):
+    int8 = "int8"
 
 
 class DeviceName(StrEnum):
@@ -124,6 +130,14 @@ def serve(
             rich_help_panel=_PLACEMENT,
         ),
     ] = None,
+    quantization: Annotated[
+        QuantizationName | None,
+        typer.Option(
+            help="Weights in 8 bits, on a CPU: faster, a quarter of the memory, not quite the "
+            "same text. [default: as they are]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
     device: Annotated[
         DeviceName | None,
         typer.Option(help="[default: auto]", rich_help_panel=_PLACEMENT),
@@ -206,6 +220,7 @@ def serve(
         "block_size": block_size,
         "max_sequences": max_sequences,
         "dtype": dtype and dtype.value,
+        "quantization": quantization and quantization.value,
         "device": device and device.value,
         "threads": threads,
     }
@@ -347,6 +362,14 @@ def _model_spec(model: str | None, placement: Placement, max_model_len: int | No
 
 def _announce(text: str) -> None:
     print(text, flush=True)
+
+
+app.command()(profile)
+app.command()(plan)
+app.command()(simulate)
+app.command("kv-cost")(kv_cost)
+app.add_typer(bench_app, name="bench")
+app.add_typer(reproduce_app, name="reproduce")
 
 
 def main() -> None:

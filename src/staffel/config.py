@@ -214,8 +214,12 @@ class Placement(
 
     instances: tuple[InstanceSpec, ...]
     model: str | None = None
+    hosts: int = 1
+    """Machines that it takes."""
 
     def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ConfigError("placement: hosts: must be at least 1")
         prefill, decode = self.count("prefill"), self.count("decode")
         if not self.instances:
             raise ConfigError(

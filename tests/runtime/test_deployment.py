@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from staffel.config import ConfigError, InstanceSpec, ModelSpec, ParallelSpec, Placement
@@ -30,12 +32,21 @@ def test_nobody_is_pinned_where_cores_are_too_few() -> None:
     assert share_cores(specs(2, 1), [0, 1]) == ([2, 1], [None] * 2)
 
 
-@pytest.mark.parametrize("parallel", [ParallelSpec(tp=2), ParallelSpec(pp=2)])
-def test_what_can_only_be_planned_is_refused_by_name(parallel: ParallelSpec) -> None:
+@pytest.mark.parametrize(
+    ("instance", "placement", "named"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, {}, "parallel: tp: 2"),
+        ({"parallel": ParallelSpec(pp=3)}, {}, "parallel: pp: 3"),
+        ({}, {"hosts": 2}, "hosts: 2"),
+    ],
+)
+def test_what_can_only_be_planned_is_refused_by_name(
+    instance: dict[str, Any], placement: dict[str, Any], named: str
+) -> None:
     model = ModelSpec(
         name="m", path="m", model_type="llama", architecture="Llama", vocab_size=8,
         max_model_len=8, eos_ids=(),
     )  # fmt: skip
-    placement = Placement(instances=(InstanceSpec(role="colocated", parallel=parallel),))
-    with pytest.raises(ConfigError, match=r"parallel: [tp]p: 2 can't be served yet"):
-        make_jobs(placement, model, endpoint="ipc:///nowhere")
+    planned = Placement(instances=(InstanceSpec(role="colocated", **instance),), **placement)
+    with pytest.raises(ConfigError, match=f"{named} can't be served yet"):
+        make_jobs(planned, model, endpoint="ipc:///nowhere")

@@ -47,6 +47,11 @@ def make_jobs(
 
 
 def _check_servable(placement: Placement) -> None:
+    if placement.hosts > 1:
+        raise ConfigError(
+            f"placement: hosts: {placement.hosts} can't be served yet, only planned and simulated; "
+            "take hosts: 1 (`staffel plan --executable` plans what can be served)"
+        )
     for spec in placement.instances:
         for field in ("tp", "pp"):
             size = getattr(spec.parallel, field)
