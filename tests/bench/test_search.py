@@ -86,6 +86,18 @@ def test_a_slow_server_and_a_first_rate_close_to_its_goodput() -> None:
     assert any("may be too narrow" in note for note in short.notes)
 
 
+def test_long_answers_and_a_short_budget() -> None:
+    """A request takes 5 to 13 s, so the first probes at high rates are too short to say anything:
+    made again for longer, or taken for a ceiling, they must not lead the search astray."""
+    server, slo = Server(service=0.045, tpot=0.022, tokens=200, crowding=0.05), SLO(tpot=0.065)
+    truth = 2.73  # from runs of 20,000 requests
+    for seed in range(5):
+        search = GoodputSearch(TARGET, slo, 1.0, 900)
+        outcome = run_search(search, measured(server, slo, seed))
+        assert outcome.goodput.value == pytest.approx(truth, rel=0.25)
+        assert max(probe.rate for probe in outcome.probes) < 12
+
+
 def test_an_slo_that_even_an_idle_server_misses() -> None:
     outcome = found(Server(service=0.2))
     assert outcome.goodput is None

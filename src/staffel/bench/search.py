@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from staffel.bench.fit import Point, goodput
 from staffel.bench.results import Interval, Probe
-from staffel.bench.stats import evidence
-from staffel.bench.steady import MIN_REQUESTS, TURNOVERS, residence
+from staffel.bench.stats import evidence, together
+from staffel.bench.steady import MIN_REQUESTS, TURNOVERS, residence, too_short
 from staffel.config import SLO, ConfigError
 
 PRECISION = 0.05
@@ -29,6 +29,9 @@ REFINE_REQUESTS = 200
 """Fewer in a probe that refines wouldn't show how they hang together, and so be too sure."""
 PLENTY = 2000
 """Requests near the goodput that make the interval trustworthy."""
+LONGER = 2.0
+"""A probe that was too short is made again, once, so many times as long. If that doesn't do,
+requests don't get through, and its rate is taken for a ceiling."""
 FENCE = 4.0
 """How far from the estimate a rate is looked for that is surely too high, or low enough."""
 IDLE = 0.2
@@ -56,11 +59,30 @@ class _Seen:
     point: Point
     tells: bool
     """Whether its attainment is used: not that of a run that only looks good because its backlog
-    hadn't grown enough, nor one that the load generator spoiled."""
+    hadn't grown enough, nor one that was too short or that the load generator spoiled."""
 
     @property
     def rate(self) -> float:
         return self.probe.rate
+
+    @property
+    def short(self) -> bool:
+        """Whether it says nothing, and a longer one may."""
+        if self.tells or self.probe.verdict == "below" or not self.probe.generator.kept_up:
+            return False
+        start, end = self.probe.window
+        return too_short(self.probe.counted(), end - start) is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long requests were sent."""
+        records = self.probe.records
+        return records[-1].scheduled if records else 0.0
+
+    @property
+    def took(self) -> float:
+        """Median seconds that a request took; 0 or infinite where it can't be said."""
+        return residence(self.probe.counted() or self.probe.records)
 
 
 class GoodputSearch:
@@ -115,9 +137,11 @@ class GoodputSearch:
 
     def add(self, probe: Probe) -> None:
         """What became of a probe. Its verdict and attainment are taken as the driver set them."""
-        share = evidence(probe.counted(), self._slo)
+        counted = probe.counted()
+        share = evidence(counted, self._slo)
         reaches = share.share >= self._target
-        tells = probe.generator.kept_up and not (probe.unsteady and reaches)
+        few = len(counted) < MIN_REQUESTS and probe.verdict != "below"
+        tells = probe.generator.kept_up and not (few or (probe.unsteady and reaches))
         self._seen.append(_Seen(probe, Point(probe.rate, share), tells=tells))
         self._fit = goodput((seen.point for seen in self._seen if seen.tells), self._target)
 
@@ -154,12 +178,11 @@ class GoodputSearch:
         rates, value = self._rates, self._fit.value
         if not self._seen:
             return self._start, False
+        last = self._seen[-1]
+        if last.short and self._shorts(last.rate) == 1:
+            return last.rate, False  # by now it is known how long a request takes
         if not rates or value == 0:
-            lowest = min(seen.rate for seen in self._seen)
-            # A probe that only was too short is made again, for longer: by now it is known how
-            # long a request takes.
-            again = not rates and self._seen[-1].probe.verdict != "below"
-            return lowest if again else lowest / DESCEND, False
+            return min(seen.rate for seen in self._seen) / DESCEND, False
         if math.isinf(value):
             return self._climb(rates[-1]), False
         return self._between(rates, value)
@@ -172,6 +195,8 @@ class GoodputSearch:
         """The fit crosses the target: make sure of both ends, come closer, refine."""
         if math.isinf(self._fit.high) and rates[-1] < FENCE * value:
             return rates[-1] * CLOSE, False
+        if self._fit.low == 0 and self._promising(rates[0]):
+            return rates[0], False
         if self._fit.low == 0 and rates[0] > value / FENCE:
             return rates[0] / CLOSE, False
         below = max((rate for rate in rates if rate <= value), default=rates[0])
@@ -179,6 +204,13 @@ class GoodputSearch:
         if above > below * CLOSE:
             return math.sqrt(below * above), False
         return min(self._cell(), key=self._known_at), True
+
+    def _promising(self, rate: float) -> bool:
+        """Whether more of a rate will soon show that it is good: sooner than a lower one, at which
+        requests take longer to come."""
+        parts = [s.point.evidence for s in self._seen if s.tells and s.rate == rate]
+        known = together(parts)
+        return known.requests < REFINE_REQUESTS and known.share >= (1 + self._target) / 2
 
     def _cell(self) -> tuple[float, float]:
         """The two rates of the grid around the estimate.
@@ -211,11 +243,21 @@ class GoodputSearch:
     def _need(self, rate: float) -> float:
         """Seconds that a probe takes to tell anything: enough requests, and long enough.
 
-        The time of an unloaded request is added for warm-up and cool-down, three times.
+        The time that a request takes is added for warm-up and cool-down, three times.
         """
-        usual = (residence(seen.probe.counted()) for seen in self._seen)
-        took = min((seconds for seconds in usual if 0 < seconds < math.inf), default=0.0)
-        return max(SPARE * MIN_REQUESTS / rate, TURNOVERS * took) + 3 * took
+        took = self._took(rate)
+        need = max(SPARE * MIN_REQUESTS / rate, TURNOVERS * took) + 3 * took
+        short = (seen.seconds for seen in self._seen if seen.rate == rate and seen.short)
+        return max(need, LONGER * max(short, default=0.0))
+
+    def _shorts(self, rate: float) -> int:
+        return sum(seen.short for seen in self._seen if seen.rate == rate)
+
+    def _took(self, rate: float) -> float:
+        """Seconds that a request took at the rate next to this one; 0: not known."""
+        known = [seen for seen in self._seen if 0 < seen.took < math.inf]
+        nearest = min(known, key=lambda seen: abs(math.log(seen.rate / rate)), default=None)
+        return 0.0 if nearest is None else nearest.took
 
     def _over(self) -> bool:
         return bool(self._seen) and (

@@ -68,20 +68,24 @@ def unsteady(records: Sequence[Record], window: tuple[float, float], rate: float
     """
     start, end = window
     counted = [record for record in records if start <= record.scheduled < end]
-    if len(counted) < MIN_REQUESTS:
-        return (
-            f"only {len(counted)} requests count, after warm-up and cool-down; "
-            f"at least {MIN_REQUESTS} are needed"
-        )
     return (
-        _too_short(counted, end - start)
+        too_short(counted, end - start)
         or _behind(records, window, rate)
         or growing(records, window)
     )
 
 
-def _too_short(counted: Sequence[Record], length: float) -> str | None:
-    """The window against the median time from scheduled arrival to the end."""
+def too_short(counted: Sequence[Record], length: float) -> str | None:
+    """What a longer run would mend: too few requests count, or over too few turnovers.
+
+    Args:
+        counted: the records in the window, which is `length` seconds long.
+    """
+    if len(counted) < MIN_REQUESTS:
+        return (
+            f"only {len(counted)} requests count, after warm-up and cool-down; "
+            f"at least {MIN_REQUESTS} are needed"
+        )
     usual = residence(counted)
     if math.isinf(usual):
         return "at least half of the requests that count never ended"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from staffel.config import Quantization
-from staffel.kernels import elementwise, library, linear
+from staffel.kernels import elementwise, linear
 from staffel.model import fuse, hook, packfile
 from staffel.model.loader import CausalLM, packed_logits
 from staffel.model.packed import (
@@ -172,7 +172,7 @@ def _weights(sites: list[Site], folder: Path, quantization: Quantization | None)
     if sum(4 * n * k for n, k in (site.shape for site in sites)) < _WORTH_SHARING:
         return [make_weight(site.matrix(), quantization) for site in sites]
     plan = [(site.names, site.shape) for site in sites]
-    version = (_LAYOUT, plan, linear.PANEL, library.level(), transformers.__version__)
+    version = (_LAYOUT, plan, linear.PANEL, transformers.__version__)
     tensors = iter(
         packfile.stored(
             folder, quantization or "float32", repr(version), partial(_made, sites, quantization)
