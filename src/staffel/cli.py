@@ -234,10 +234,12 @@ def serve(
     def run() -> None:
         from staffel.api.server import ServeOptions
         from staffel.api.server import serve as serve_model
+        from staffel.runtime.deployment import check_servable
         from staffel.runtime.logs import set_up_logging
 
         set_up_logging(log_level.value)
         chosen = _placement(placement, counts, given)
+        check_servable(chosen)  # before a model is fetched for it
         spec = _model_spec(model, chosen, max_model_len)
         options = ServeOptions(
             placement=chosen,

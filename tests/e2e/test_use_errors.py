@@ -196,3 +196,12 @@ def test_replay_of_no_journal(tmp_path: Path, text: str) -> None:
 def test_replay_of_no_file(tmp_path: Path) -> None:
     ended = CliRunner().invoke(cli.app, ["replay", str(tmp_path / "none")])
     check_error(ended.exit_code, ended.stderr, ("JOURNAL",))
+
+
+def test_a_plan_that_cannot_be_served_is_refused_before_its_model_is_fetched(
+    check_parsing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staffel.model.hub.resolve", lambda *_: pytest.fail("fetched"))
+    file = tmp_path / "placement.yaml"
+    file.write_text("{model: a/b, instances: [{role: colocated, parallel: {tp: 4}}]}")
+    check_parsing(["--placement", str(file)], "colocated: parallel: tp: 4", "--executable")

@@ -25,7 +25,7 @@ def make_jobs(
     Raises:
         ConfigError: the placement is one that can be planned, and not served.
     """
-    _check_servable(placement)
+    check_servable(placement)
     named = placement.each()
     threads, cores = share_cores([spec for _, spec in named], sorted(os.sched_getaffinity(0)))
     incarnation = time.time_ns()
@@ -46,7 +46,8 @@ def make_jobs(
     ]
 
 
-def _check_servable(placement: Placement) -> None:
+def check_servable(placement: Placement) -> None:
+    """Raise ConfigError, with the field's name, for what can be planned and not served."""
     if placement.hosts > 1:
         raise ConfigError(
             f"placement: hosts: {placement.hosts} can't be served yet, only planned and simulated; "
