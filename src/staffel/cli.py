@@ -10,7 +10,7 @@ import typer
 
 import staffel
 from staffel.bench.commands import app as bench_app
-from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement, Role, parse_bytes
+from staffel.config import ConfigError, ModelSpec, Placement, Role, parse_bytes
 from staffel.latency.commands import kv_cost
 from staffel.model.commands import profile
 from staffel.plan.commands import app as reproduce_app
@@ -55,7 +55,6 @@ class LogLevel(StrEnum):
     error = "error"
 
 
-_NOT_FOR = {("prefill", "policy"), ("decode", "policy")}
 _PLACEMENT = "Placement"
 _SERVER = "Server"
 
@@ -328,38 +327,17 @@ def _placement(
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"--placement: can't be combined with {names}; put it in the file")
         return Placement.load(file)
-    default = 0 if counts["colocated"] else 1
-    wanted = {
-        "prefill": default if counts["prefill"] is None else counts["prefill"],
-        "decode": default if counts["decode"] is None else counts["decode"],
-        "colocated": counts["colocated"] or 0,
-    }
-    if "policy" in options and not wanted["colocated"]:
-        raise ConfigError("--policy: is for colocated instances; add --colocated N")
     if "kv_memory" in options:
         parse_bytes(options["kv_memory"], "--kv-memory")
-    return Placement(
-        instances=tuple(
-            InstanceSpec(role=role, count=count, **_of_role(role, options))  # type: ignore[arg-type]
-            for role, count in wanted.items()
-            if count
-        )
-    )
-
-
-def _of_role(role: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if (role, name) not in _NOT_FOR}
+    return Placement.of_counts(counts, options)
 
 
 def _model_spec(model: str | None, placement: Placement, max_model_len: int | None) -> ModelSpec:
-    from staffel.model.hub import DEFAULT_MODEL, resolve
+    from staffel.model.hub import load_spec
 
     if model is not None and placement.model is not None:
         raise ConfigError("MODEL: is given by the --placement file already; leave one of them out")
-    wanted = model or placement.model
-    path = resolve(wanted, _announce)
-    name = path.name if wanted is not None and Path(wanted).is_dir() else wanted or DEFAULT_MODEL
-    return ModelSpec.load(path, name=name, max_model_len=max_model_len)
+    return load_spec(model or placement.model, max_model_len, _announce)
 
 
 def _announce(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,12 @@ _UNITS |= {f"{u}b": 1000 ** (i + 1) for i, u in enumerate("kmgt")}
 
 class ConfigError(ValueError):
     """Wrong use: the text names the field or option and says what to do."""
+
+
+def check_choice(option: str, value: str, known: Collection[str]) -> None:
+    """Raises ConfigError where `value` is none of the known ones."""
+    if value not in known:
+        raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")
 
 
 def parse_bytes(text: str | int, field: str = "size") -> int:
@@ -234,6 +241,31 @@ class Placement(
         for field in ("block_size", "dtype", "quantization"):
             if len({getattr(spec, field) for spec in self.instances}) > 1:
                 raise ConfigError(f"placement: {field} must be the same for all instances")
+
+    @classmethod
+    def of_counts(cls, counts: Mapping[Role, int | None], fields: Mapping[str, Any]) -> Placement:
+        """So many instances of each role, all with these fields; 1P1D without any count.
+
+        Raises:
+            ConfigError: a policy without colocated instances, or a placement that can't be.
+        """
+        colocated = counts["colocated"] or 0
+        if "policy" in fields and not colocated:
+            raise ConfigError("--policy: is for colocated instances; add --colocated N")
+        others = {name: value for name, value in fields.items() if name != "policy"}
+        default = 0 if colocated else 1
+        wanted: dict[Role, int] = {}
+        for role in ("prefill", "decode"):
+            count = counts[role]
+            wanted[role] = default if count is None else count
+        wanted["colocated"] = colocated
+        return cls(
+            instances=tuple(
+                InstanceSpec(role=role, count=count, **(fields if role == "colocated" else others))
+                for role, count in wanted.items()
+                if count
+            )
+        )
 
     def count(self, role: Role) -> int:
         return sum(spec.count for spec in self.instances if spec.role == role)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from staffel.config import ConfigError
 
 out = Console()
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """A typer option in a panel of the help; `names` and `more` are typer's own."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def or_error(work: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from staffel.config import ConfigError
-from staffel.terminal import or_error, out, print_table
+from staffel.terminal import option, or_error, out, print_table
 
 if TYPE_CHECKING:  # what measures is loaded when something is measured
     from staffel.bench.results import Result
@@ -27,29 +27,25 @@ app = typer.Typer(help="Measure any endpoint that speaks the OpenAI API.", no_ar
 _ENDPOINT, _WORKLOAD, _VERDICT, _RESULT = "Endpoint", "Workload", "Verdict", "Result"
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 def _endpoint(
     url: Annotated[str, typer.Argument(help="Like http://127.0.0.1:8000, with or without /v1.")],
-    api: Annotated[str, _option(_ENDPOINT, "completions or chat.")] = "completions",
+    api: Annotated[str, option(_ENDPOINT, "completions or chat.")] = "completions",
     api_key: Annotated[
-        str | None, _option(_ENDPOINT, "Bearer token.", envvar="OPENAI_API_KEY")
+        str | None, option(_ENDPOINT, "Bearer token.", envvar="OPENAI_API_KEY")
     ] = None,
     model: Annotated[
-        str | None, _option(_ENDPOINT, "Default: the one that /v1/models lists.")
+        str | None, option(_ENDPOINT, "Default: the one that /v1/models lists.")
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        _option(_ENDPOINT, "The model's folder. Default: the server's /tokenize, if it has one."),
+        option(_ENDPOINT, "The model's folder. Default: the server's /tokenize, if it has one."),
     ] = None,
     token_prompts: Annotated[
-        bool, _option(_ENDPOINT, "Prompts of token ids instead of text.")
+        bool, option(_ENDPOINT, "Prompts of token ids instead of text.")
     ] = False,
-    extra_body: Annotated[str | None, _option(_ENDPOINT, "JSON object added to each body.")] = None,
-    timeout: Annotated[float, _option(_ENDPOINT, "Seconds that a request may take.")] = 600.0,
-    seed: Annotated[int, _option(_WORKLOAD, "The same seed sends the same requests.")] = 0,
+    extra_body: Annotated[str | None, option(_ENDPOINT, "JSON object added to each body.")] = None,
+    timeout: Annotated[float, option(_ENDPOINT, "Seconds that a request may take.")] = 600.0,
+    seed: Annotated[int, option(_WORKLOAD, "The same seed sends the same requests.")] = 0,
 ) -> None:
     """Options about what is measured."""
 
@@ -57,18 +53,18 @@ def _endpoint(
 def _asked(
     workload: Annotated[
         str,
-        _option(
+        option(
             _WORKLOAD,
             "chatbot, code, summarization, azure-code, azure-conversation, mooncake-conversation, "
             "fixed:IN,OUT, lognormal:IN_MEAN,IN_CV,OUT_MEAN,OUT_CV, or a file.",
         ),
     ] = "chatbot",
     scale_lengths: Annotated[
-        float, _option(_WORKLOAD, "Factor for prompt and output lengths.")
+        float, option(_WORKLOAD, "Factor for prompt and output lengths.")
     ] = 1.0,
-    shared_prefix: Annotated[int, _option(_WORKLOAD, "Tokens that all prompts begin with.")] = 0,
+    shared_prefix: Annotated[int, option(_WORKLOAD, "Tokens that all prompts begin with.")] = 0,
     ignore_eos: Annotated[
-        bool, _option(_WORKLOAD, "Ask for outputs of exactly the wanted length.")
+        bool, option(_WORKLOAD, "Ask for outputs of exactly the wanted length.")
     ] = True,
 ) -> None:
     """Options about what is asked."""
@@ -77,32 +73,32 @@ def _asked(
 def _judged(
     slo: Annotated[
         str,
-        _option(_VERDICT, "ttft=0.25,tpot=0.1[,itl_p99=,e2e=,ema=], a preset, or a file.", "--slo"),
+        option(_VERDICT, "ttft=0.25,tpot=0.1[,itl_p99=,e2e=,ema=], a preset, or a file.", "--slo"),
     ],
     attainment: Annotated[
-        float, _option(_VERDICT, "Share of requests that must meet the SLO.")
+        float, option(_VERDICT, "Share of requests that must meet the SLO.")
     ] = 0.9,
     arrivals: Annotated[
-        str, _option(_WORKLOAD, "poisson, gamma:CV, constant, or trace.")
+        str, option(_WORKLOAD, "poisson, gamma:CV, constant, or trace.")
     ] = "poisson",
     processes: Annotated[
-        int | None, _option(_ENDPOINT, "That send. Default: as many as it takes.")
+        int | None, option(_ENDPOINT, "That send. Default: as many as it takes.")
     ] = None,
 ) -> None:
     """Options about when is asked and what is good."""
 
 
 def _kept(
-    devices: Annotated[int, _option(_RESULT, "GPUs, or cores, that the endpoint runs on.")] = 1,
-    label: Annotated[str | None, _option(_RESULT, "Its name in tables and pictures.")] = None,
+    devices: Annotated[int, option(_RESULT, "GPUs, or cores, that the endpoint runs on.")] = 1,
+    label: Annotated[str | None, option(_RESULT, "Its name in tables and pictures.")] = None,
     output: Annotated[
         Path | None,
-        _option(_RESULT, "JSON file with everything (.gz: compressed).", "--output", "-o"),
+        option(_RESULT, "JSON file with everything (.gz: compressed).", "--output", "-o"),
     ] = None,
     report: Annotated[
-        Path | None, _option(_RESULT, "Folder for an HTML page with pictures.")
+        Path | None, option(_RESULT, "Folder for an HTML page with pictures.")
     ] = None,
-    quiet: Annotated[bool, _option(_RESULT, "One line on stdout, nothing else.")] = False,
+    quiet: Annotated[bool, option(_RESULT, "One line on stdout, nothing else.")] = False,
 ) -> None:
     """Options about what becomes of the result."""
 

@@ -7,13 +7,41 @@ from collections.abc import Iterable
 
 from staffel.bench.outcomes import known_at
 from staffel.bench.records import Record
-from staffel.bench.results import Verdict
-from staffel.bench.stats import evidence
+from staffel.bench.results import Generator, Probe, Verdict
+from staffel.bench.stats import attainment, evidence
 from staffel.bench.steady import MIN_REQUESTS, growing, unsteady, window
 from staffel.config import SLO
 
 NEXT_LOOK = 1.5
 """How many times as many at the next."""
+
+
+def probe_of(
+    records: list[Record],
+    slo: SLO,
+    rate: float,
+    generator: Generator,
+    verdict: Verdict | None = None,
+) -> Probe:
+    """A run at `rate` requests/s as it is judged: warm-up and cool-down are cut.
+
+    Args:
+        records: all requests sent, in order of arrival.
+        verdict: what a `Judge` said of it.
+    """
+    start, end = bounds = window(records, slo)
+    counted = [record for record in records if start <= record.scheduled < end]
+    answered = sum(1 for record in counted if record.error is None and record.ended is not None)
+    return Probe(
+        rate=rate,
+        window=bounds,
+        records=records,
+        attainment=attainment(counted, slo),
+        throughput=answered / (end - start) if end > start else 0.0,
+        unsteady=unsteady(records, bounds, rate),
+        verdict=verdict,
+        generator=generator,
+    )
 
 
 class Judge:

@@ -14,17 +14,17 @@ from itertools import islice, takewhile
 from time import monotonic
 from typing import Protocol
 
+import msgspec
+
 from staffel.bench.arrivals import Arrivals, arrival_times
 from staffel.bench.endpoint import Endpoint
-from staffel.bench.judge import Judge
+from staffel.bench.judge import Judge, probe_of
 from staffel.bench.load import run_load
 from staffel.bench.prompts import PromptMaker
 from staffel.bench.records import Chunk, Record
 from staffel.bench.results import Generator, Interval, Probe, Verdict
 from staffel.bench.search import GoodputSearch
 from staffel.bench.sender import Counts
-from staffel.bench.stats import attainment
-from staffel.bench.steady import unsteady, window
 from staffel.bench.workload import Ask, Lengths, Workload, shortened_note
 from staffel.config import SLO, ConfigError
 
@@ -222,20 +222,10 @@ class Measurement:
     def _make_probe(
         self, rate: float, records: list[Record], generator: Generator, verdict: Verdict | None
     ) -> Probe:
-        start, end = bounds = window(records, self.slo)
-        counted = [record for record in records if start <= record.scheduled < end]
-        share = attainment(counted, self.slo)
-        answered = sum(1 for record in counted if record.error is None and record.ended)
-        return Probe(
-            rate=rate,
-            window=bounds,
-            records=records,
-            attainment=share,
-            throughput=answered / (end - start) if end > start else 0.0,
-            unsteady=unsteady(records, bounds, rate),
-            verdict=verdict or self._verdict(share),
-            generator=generator,
-        )
+        probe = probe_of(records, self.slo, rate, generator, verdict)
+        if verdict is not None:
+            return probe
+        return msgspec.structs.replace(probe, verdict=self._verdict(probe.attainment))
 
     def _verdict(self, share: Interval) -> Verdict:
         if share.low >= self.target:

@@ -1,4 +1,4 @@
-"""The C library: found, loaded for this CPU, its functions declared. The only place of ctypes.
+"""The C library: found, loaded for this CPU, its functions declared. The only place that loads it.
 
 `STAFFEL_KERNELS` overrides the choice: `avx512`, `avx2` or `portable` takes that one, `off` none.
 """

@@ -35,6 +35,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """One direction."""
     source: str
 
+    def basis(self, dtype: str) -> str:
+        """What step times that come from it rest on, for the user."""
+        return f"roofline of {self.name} ({self.source}), {dtype}"
+
     def peak(self, dtype: str) -> float:
         """FLOP/s with weights of `dtype`: what has no arithmetic of its own is widened first."""
         for wider in _WIDENINGS.get(dtype, (dtype,)):

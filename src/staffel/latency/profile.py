@@ -65,6 +65,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     interrupted: bool = False
     """Whether measuring was cut short: fewer repetitions, or fewer batches."""
 
+    @property
+    def basis(self) -> str:
+        """What step times that come from it rest on, for the user."""
+        return f"profile of {self.model} on {self.device}, {self.dtype}, {self.date}"
+
     def for_tp(self, tp: int) -> FittedModel:
         """Raises ConfigError where this degree was not measured."""
         if tp not in self.models:

@@ -15,8 +15,8 @@ from staffel.config import (
     Device,
     Dtype,
     InstanceSpec,
-    ModelSpec,
     Quantization,
+    check_choice,
     parse_bytes,
 )
 from staffel.terminal import or_error, out, print_table
@@ -76,10 +76,11 @@ def profile(
             dtype=dtype,  # type: ignore[arg-type]
             quantization=quantization,  # type: ignore[arg-type]
         )
+        from staffel.model.hub import load_spec
         from staffel.model.profile import Wanted
 
         wanted = Wanted(
-            model=_model(model, max_model_len),
+            model=load_spec(model, max_model_len, lambda text: out.print(text, highlight=False)),
             spec=spec,
             threads=threads or max(1, len(os.sched_getaffinity(0)) // 2),
             budget=60 * budget,
@@ -96,29 +97,16 @@ def profile(
 def _check(tp: str, device: str, dtype: str, quantization: str | None) -> None:
     if tp.strip() != "1":
         raise ConfigError(f"--tp: {tp} can't be measured: no instance spans several devices yet")
-    _check_names("device", device, get_args(Device))
-    _check_names("dtype", dtype, get_args(Dtype))
-    _check_names("quantization", quantization, (None, *get_args(Quantization)))
-
-
-def _check_names(option: str, value: str | None, known: tuple[str | None, ...]) -> None:
-    if value not in known:
-        names = ", ".join(name for name in known if name is not None)
-        raise ConfigError(f"--{option}: {value!r} is not one of {names}")
+    check_choice("--device", device, get_args(Device))
+    check_choice("--dtype", dtype, get_args(Dtype))
+    if quantization is not None:
+        check_choice("--quantization", quantization, get_args(Quantization))
 
 
 def _check_folder(output: Path) -> None:
     """Before minutes of measuring."""
     if not output.parent.is_dir() or output.is_dir():
         raise ConfigError(f"--output: {output} can't be written; give a file in a folder there is")
-
-
-def _model(model: str | None, max_model_len: int | None) -> ModelSpec:
-    from staffel.model.hub import DEFAULT_MODEL, resolve
-
-    path = resolve(model, lambda text: out.print(text, highlight=False))
-    name = path.name if model is not None and Path(model).is_dir() else model or DEFAULT_MODEL
-    return ModelSpec.load(path, name=name, max_model_len=max_model_len)
 
 
 def _measure(wanted: Wanted) -> Profile:

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from staffel.config import ConfigError
+from staffel.config import ConfigError, ModelSpec
 from staffel.model.gguf_import import convert
 
 Progress = Callable[[str], None]
@@ -66,6 +66,17 @@ def resolve(model: str | None, progress: Progress) -> Path:
         f"MODEL: no folder {model}; give a Hugging Face folder, a hub id (org/name), "
         "or none for the default model"
     )
+
+
+def load_spec(model: str | None, max_model_len: int | None, progress: Progress) -> ModelSpec:
+    """The spec of `model` as `resolve` finds it; clients call it as the user did.
+
+    Raises:
+        ConfigError: it can't be found, or its config doesn't do.
+    """
+    path = resolve(model, progress)
+    name = path.name if model is not None and Path(model).is_dir() else model or DEFAULT_MODEL
+    return ModelSpec.load(path, name=name, max_model_len=max_model_len)
 
 
 def cached_models() -> list[CachedModel]:

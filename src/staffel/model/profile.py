@@ -26,6 +26,7 @@ import staffel
 from staffel.config import ConfigError, InstanceSpec, ModelSpec
 from staffel.control.messages import KvRegion
 from staffel.latency.fit import Fit, Point, fit
+from staffel.latency.hardware import WEIGHT_BYTES
 from staffel.latency.profile import Profile, TransferModel
 from staffel.model.shapes import BatchShape, Limits, Plan, RoughCost, make_plan
 from staffel.model.stations import Station
@@ -36,7 +37,6 @@ REST = "rest"
 """What a neighbour does that does nothing."""
 
 _COPY_REPEATS = 3
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 T = TypeVar("T")
 Watch = Callable[[float, float], None]
@@ -261,4 +261,4 @@ def fit_transfer(copies: dict[int, list[float]], block_bytes: int) -> TransferMo
 def _token_bytes(region: KvRegion) -> int:
     """Of one token's K and V in all layers."""
     values = region.layers * region.kv_heads * (region.k_width + region.v_width)
-    return values * _BYTES[region.dtype]
+    return int(values * WEIGHT_BYTES[region.dtype])

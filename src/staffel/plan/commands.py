@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from staffel.config import ConfigError
-from staffel.terminal import or_error, out, print_table
+from staffel.terminal import option, or_error, out, print_table
 
 if TYPE_CHECKING:  # what plans is loaded when something is planned
     from staffel.plan.inputs import Prepared
@@ -18,80 +18,74 @@ if TYPE_CHECKING:  # what plans is loaded when something is planned
 _HARDWARE, _WORKLOAD, _RESULT = "Hardware and model", "Workload", "Result"
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 def plan(
-    slo: Annotated[str, _option(_WORKLOAD, "ttft=2.5,tpot=0.15, a preset, or a file.", "--slo")],
-    profile: Annotated[Path | None, _option(_HARDWARE, "What `staffel profile` measured.")] = None,
+    slo: Annotated[str, option(_WORKLOAD, "ttft=2.5,tpot=0.15, a preset, or a file.", "--slo")],
+    profile: Annotated[Path | None, option(_HARDWARE, "What `staffel profile` measured.")] = None,
     hardware: Annotated[
-        str | None, _option(_HARDWARE, "A sheet instead: a100-80g, h100, h200, b200, l40s ...")
+        str | None, option(_HARDWARE, "A sheet instead: a100-80g, h100, h200, b200, l40s ...")
     ] = None,
     model: Annotated[
-        str | None, _option(_HARDWARE, "With --hardware: a folder with config.json, or opt-66b ...")
+        str | None, option(_HARDWARE, "With --hardware: a folder with config.json, or opt-66b ...")
     ] = None,
     dtype: Annotated[
-        str | None, _option(_HARDWARE, "With --hardware: of weights and KV. [default: bfloat16]")
+        str | None, option(_HARDWARE, "With --hardware: of weights and KV. [default: bfloat16]")
     ] = None,
     mla: Annotated[
-        str, _option(_HARDWARE, "With --hardware: MLA's KV, compressed or expanded.")
+        str, option(_HARDWARE, "With --hardware: MLA's KV, compressed or expanded.")
     ] = "compressed",
-    nodes: Annotated[int, _option(_HARDWARE, "Machines.", min=1)] = 1,
+    nodes: Annotated[int, option(_HARDWARE, "Machines.", min=1)] = 1,
     gpus_per_node: Annotated[
         int | None,
-        _option(
+        option(
             _HARDWARE,
             "Devices of each. Default with --profile of a CPU: the cores over its threads; else 8.",
             min=1,
         ),
     ] = None,
     intra_node: Annotated[
-        str | None, _option(_HARDWARE, "Each device's link in its node. Default: as measured.")
+        str | None, option(_HARDWARE, "Each device's link in its node. Default: as measured.")
     ] = None,
-    inter_node: Annotated[str, _option(_HARDWARE, "Each node's link to others.")] = "25Gb/s",
+    inter_node: Annotated[str, option(_HARDWARE, "Each node's link to others.")] = "25Gb/s",
     kv_memory: Annotated[
-        str | None, _option(_HARDWARE, "With --profile: KV cache of each instance. [default: 1GiB]")
+        str | None, option(_HARDWARE, "With --profile: KV cache of each instance. [default: 1GiB]")
     ] = None,
-    workload: Annotated[
-        str, _option(_WORKLOAD, "As `staffel bench goodput` takes it.")
-    ] = "chatbot",
+    workload: Annotated[str, option(_WORKLOAD, "As `staffel bench goodput` takes it.")] = "chatbot",
     scale_lengths: Annotated[
-        float, _option(_WORKLOAD, "Factor for prompt and output lengths.")
+        float, option(_WORKLOAD, "Factor for prompt and output lengths.")
     ] = 1.0,
     max_model_len: Annotated[
-        int | None, _option(_WORKLOAD, "Longer requests are shortened to so many tokens.", min=2)
+        int | None, option(_WORKLOAD, "Longer requests are shortened to so many tokens.", min=2)
     ] = None,
     attainment: Annotated[
-        float, _option(_WORKLOAD, "Share of requests that must meet the SLO.")
+        float, option(_WORKLOAD, "Share of requests that must meet the SLO.")
     ] = 0.9,
     rate: Annotated[
         float | None,
-        _option(_WORKLOAD, "Requests/s to serve with few devices. Default: as many as can be."),
+        option(_WORKLOAD, "Requests/s to serve with few devices. Default: as many as can be."),
     ] = None,
     affinity: Annotated[
         str,
-        _option(
+        option(
             _HARDWARE,
             "high: KV may cross nodes; low: it stays within one; auto: whichever is better.",
         ),
     ] = "auto",
     executable: Annotated[
-        bool, _option(_RESULT, "Only what `staffel serve` can run.", "--executable")
+        bool, option(_RESULT, "Only what `staffel serve` can run.", "--executable")
     ] = False,
     placement: Annotated[
-        Path, _option(_RESULT, "The file for `staffel serve --placement`.", "--placement")
+        Path, option(_RESULT, "The file for `staffel serve --placement`.", "--placement")
     ] = Path("placement.yaml"),
     output: Annotated[
-        Path | None, _option(_RESULT, "JSON file with everything.", "--output", "-o")
+        Path | None, option(_RESULT, "JSON file with everything.", "--output", "-o")
     ] = None,
     frontier: Annotated[
         Path | None,
-        _option(_RESULT, "SVG picture: throughput of a device against speed for a user."),
+        option(_RESULT, "SVG picture: throughput of a device against speed for a user."),
     ] = None,
-    seed: Annotated[int, _option(_WORKLOAD, "The same seed gives the same plan.")] = 0,
+    seed: Annotated[int, option(_WORKLOAD, "The same seed gives the same plan.")] = 0,
     requests: Annotated[
-        int, _option(_RESULT, "Simulated for each instance; more is finer and slower.", min=50)
+        int, option(_RESULT, "Simulated for each instance; more is finer and slower.", min=50)
     ] = 200,
 ) -> None:
     """Find how many instances of which phase to run, and whether to disaggregate."""

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from staffel.bench.session import read_slo
 from staffel.bench.workloads import parse_workload
-from staffel.config import ConfigError
+from staffel.config import ConfigError, check_choice
 from staffel.latency.hardware import WEIGHT_BYTES, hardware_named
 from staffel.latency.link import parse_bandwidth
 from staffel.latency.profile import Profile
@@ -64,8 +64,8 @@ class Prepared:
 
 def prepare(given: Inputs) -> Prepared:
     """Raises ConfigError naming the option that is wrong."""
-    _check_choice("--affinity", given.affinity, get_args(Affinity))
-    _check_choice("--mla", given.mla, get_args(Mla))
+    check_choice("--affinity", given.affinity, get_args(Affinity))
+    check_choice("--mla", given.mla, get_args(Mla))
     if (given.profile is None) == (given.hardware is None):
         raise ConfigError("give either --profile FILE or --hardware NAME with --model")
     if given.executable and given.nodes > 1:
@@ -103,7 +103,7 @@ def _from_hardware(given: Inputs) -> _Source:
     if given.kv_memory is not None:
         raise ConfigError("--kv-memory: goes with --profile; a sheet knows what fits")
     dtype = given.dtype or "bfloat16"
-    _check_choice("--dtype", dtype, tuple(WEIGHT_BYTES))
+    check_choice("--dtype", dtype, tuple(WEIGHT_BYTES))
     sheet = hardware_named(given.hardware)
     cluster = Cluster(
         nodes=given.nodes,
@@ -113,8 +113,7 @@ def _from_hardware(given: Inputs) -> _Source:
     )
     mla = cast(Mla, given.mla)
     engines, notes = sources.from_hardware(sheet, given.model, cluster, dtype=dtype, mla=mla)
-    basis = f"roofline of {sheet.name} ({sheet.source}), {dtype}"
-    return cluster, engines, basis, {"assumptions": tuple(notes)}
+    return cluster, engines, sheet.basis(dtype), {"assumptions": tuple(notes)}
 
 
 def _from_profile(given: Inputs) -> _Source:
@@ -132,13 +131,12 @@ def _from_profile(given: Inputs) -> _Source:
         beside=profile.device != "cpu",
     )
     engines = sources.from_profile(profile, cluster, given.kv_memory or KV_MEMORY)
-    basis = f"profile of {profile.model} on {profile.device}, {profile.dtype}, {profile.date}"
     more: dict[str, Any] = {"serving": _serving(profile)}
     if profile.device == "cpu":
         more["device_word"] = "core" if profile.threads == 1 else f"{profile.threads} cores"
     if profile.interrupted:
         more["assumptions"] = ("the profile was cut short while it was measured",)
-    return cluster, engines, basis, more
+    return cluster, engines, profile.basis, more
 
 
 def _places(profile: Profile) -> int:
@@ -161,8 +159,3 @@ def _serving(profile: Profile) -> dict[str, Any]:
 
 def _bandwidth(text: str | None, option: str, default: float) -> float:
     return default if text is None else parse_bandwidth(text, option)
-
-
-def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")

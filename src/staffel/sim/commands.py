@@ -5,12 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
-
-from staffel.config import ConfigError
-from staffel.terminal import or_error, out, print_table
+from staffel.config import ConfigError, Policy, check_choice
+from staffel.terminal import option, or_error, out, print_table
 
 if TYPE_CHECKING:  # what simulates is loaded when something is simulated
     from staffel.sim.goodput import SimulatedGoodput
@@ -21,90 +19,86 @@ _COST, _PLACEMENT, _WORKLOAD, _VERDICT, _RESULT = (
 )  # fmt: skip
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 def simulate(
     slo: Annotated[
         str,
-        _option(_VERDICT, "ttft=0.25,tpot=0.1[,itl_p99=,e2e=,ema=], a preset, or a file.", "--slo"),
+        option(_VERDICT, "ttft=0.25,tpot=0.1[,itl_p99=,e2e=,ema=], a preset, or a file.", "--slo"),
     ],
-    rate: Annotated[float | None, _option(_WORKLOAD, "Requests per second.")] = None,
+    rate: Annotated[float | None, option(_WORKLOAD, "Requests per second.")] = None,
     goodput: Annotated[
         bool,
-        _option(_VERDICT, "Search the highest rate that is good, instead of --rate.", "--goodput"),
+        option(_VERDICT, "Search the highest rate that is good, instead of --rate.", "--goodput"),
     ] = False,
-    profile: Annotated[Path | None, _option(_COST, "What `staffel profile` measured.")] = None,
+    profile: Annotated[Path | None, option(_COST, "What `staffel profile` measured.")] = None,
     hardware: Annotated[
-        str | None, _option(_COST, "A sheet instead: a100-80g, h100, h200, b200, l40s ...")
+        str | None, option(_COST, "A sheet instead: a100-80g, h100, h200, b200, l40s ...")
     ] = None,
     model: Annotated[
-        str | None, _option(_COST, "With --hardware: a folder with config.json, or opt-66b ...")
+        str | None, option(_COST, "With --hardware: a folder with config.json, or opt-66b ...")
     ] = None,
     dtype: Annotated[
-        str | None, _option(_COST, "With --hardware: of weights and KV. [default: bfloat16]")
+        str | None, option(_COST, "With --hardware: of weights and KV. [default: bfloat16]")
     ] = None,
     mla: Annotated[
         str | None,
-        _option(_COST, "With --hardware: MLA's KV, compressed or expanded. [default: compressed]"),
+        option(_COST, "With --hardware: MLA's KV, compressed or expanded. [default: compressed]"),
     ] = None,
     link: Annotated[
-        str | None, _option(_COST, "KV's way, like 25Gb/s. [default: the profile's or the sheet's]")
+        str | None, option(_COST, "KV's way, like 25Gb/s. [default: the profile's or the sheet's]")
     ] = None,
-    placement: Annotated[Path | None, _option(_PLACEMENT, "As `staffel serve` takes it.")] = None,
+    placement: Annotated[Path | None, option(_PLACEMENT, "As `staffel serve` takes it.")] = None,
     prefill: Annotated[
-        int | None, _option(_PLACEMENT, "Prefill instances. [default: 1]", min=0)
+        int | None, option(_PLACEMENT, "Prefill instances. [default: 1]", min=0)
     ] = None,
     decode: Annotated[
-        int | None, _option(_PLACEMENT, "Decode instances. [default: 1]", min=0)
+        int | None, option(_PLACEMENT, "Decode instances. [default: 1]", min=0)
     ] = None,
     colocated: Annotated[
-        int | None, _option(_PLACEMENT, "Instances that do both phases.", min=0)
+        int | None, option(_PLACEMENT, "Instances that do both phases.", min=0)
     ] = None,
     policy: Annotated[
-        str | None, _option(_PLACEMENT, "Of colocated ones: chunked or prefill-first.")
+        str | None, option(_PLACEMENT, "Of colocated ones: chunked or prefill-first.")
     ] = None,
     chunk_tokens: Annotated[
-        int | None, _option(_PLACEMENT, "Most tokens of a step. [default: 256]", min=1)
+        int | None, option(_PLACEMENT, "Most tokens of a step. [default: 256]", min=1)
     ] = None,
     kv_memory: Annotated[
         str | None,
-        _option(_PLACEMENT, "KV cache of each instance. [default: 1GiB; of a sheet, what fits]"),
+        option(_PLACEMENT, "KV cache of each instance. [default: 1GiB; of a sheet, what fits]"),
     ] = None,
     max_sequences: Annotated[
         int | None,
-        _option(_PLACEMENT, "Most sequences in an instance at a time. [default: 128]", min=1),
+        option(_PLACEMENT, "Most sequences in an instance at a time. [default: 128]", min=1),
     ] = None,
-    tp: Annotated[int, _option(_PLACEMENT, "Devices that share each layer.", min=1)] = 1,
-    pp: Annotated[int, _option(_PLACEMENT, "Pipeline stages.", min=1)] = 1,
+    tp: Annotated[int, option(_PLACEMENT, "Devices that share each layer.", min=1)] = 1,
+    pp: Annotated[int, option(_PLACEMENT, "Pipeline stages.", min=1)] = 1,
     workload: Annotated[
-        str, _option(_WORKLOAD, "As `staffel bench goodput` takes it.")
+        str, option(_WORKLOAD, "As `staffel bench goodput` takes it.")
     ] = "chatbot",
     scale_lengths: Annotated[
-        float, _option(_WORKLOAD, "Factor for prompt and output lengths.")
+        float, option(_WORKLOAD, "Factor for prompt and output lengths.")
     ] = 1.0,
     shared_prefix: Annotated[
-        int, _option(_WORKLOAD, "Tokens that all prompts begin with.", min=0)
+        int, option(_WORKLOAD, "Tokens that all prompts begin with.", min=0)
     ] = 0,
     max_model_len: Annotated[
-        int | None, _option(_WORKLOAD, "Longer requests are shortened to so many tokens.", min=2)
+        int | None, option(_WORKLOAD, "Longer requests are shortened to so many tokens.", min=2)
     ] = None,
     arrivals: Annotated[
-        str, _option(_WORKLOAD, "poisson, gamma:CV, constant, or trace.")
+        str, option(_WORKLOAD, "poisson, gamma:CV, constant, or trace.")
     ] = "poisson",
-    requests: Annotated[int, _option(_WORKLOAD, "How many.", min=1)] = 1000,
-    seed: Annotated[int, _option(_WORKLOAD, "The same seed gives the same requests.")] = 0,
+    requests: Annotated[int, option(_WORKLOAD, "How many.", min=1)] = 1000,
+    seed: Annotated[int, option(_WORKLOAD, "The same seed gives the same requests.")] = 0,
     attainment: Annotated[
-        float, _option(_VERDICT, "Share of requests that must meet the SLO.")
+        float, option(_VERDICT, "Share of requests that must meet the SLO.")
     ] = 0.9,
     output: Annotated[
         Path | None,
-        _option(_RESULT, "JSON file with everything (.gz: compressed), also for bench compare.",
+        option(_RESULT, "JSON file with everything (.gz: compressed), also for bench compare.",
                 "--output", "-o"),
     ] = None,
     report: Annotated[
-        Path | None, _option(_RESULT, "Folder for an HTML page and a picture of the inside.")
+        Path | None, option(_RESULT, "Folder for an HTML page and a picture of the inside.")
     ] = None,
 ) -> None:  # fmt: skip
     """Simulate a placement: the server's own decisions, in virtual time."""
@@ -120,8 +114,8 @@ def simulate(
 
         if (rate is None) == (not goodput):
             raise ConfigError("give either --rate R or --goodput")
-        if policy not in (None, "chunked", "prefill-first"):
-            raise ConfigError(f"--policy: {policy!r} is none of chunked, prefill-first")
+        if policy is not None:
+            check_choice("--policy", policy, get_args(Policy))
         options = Options(
             command=shlex.join(["staffel", *sys.argv[1:]]),
             profile=profile, hardware=hardware, model=model, dtype=dtype, mla=mla, link=link,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from staffel.bench.judge import probe_of
 from staffel.bench.records import Record
 from staffel.bench.results import Generator, Probe
-from staffel.bench.stats import attainment
-from staffel.bench.steady import unsteady, window
 from staffel.config import SLO, Role
 from staffel.control.jobs import Summary
 from staffel.control.messages import Load
@@ -91,16 +90,4 @@ class Outcome:
 
     def probe(self, slo: SLO, rate: float) -> Probe:
         """As the benchmark judges a run at that rate: warm-up and cool-down are cut."""
-        start, end = bounds = window(self.records, slo)
-        counted = [record for record in self.records if start <= record.scheduled < end]
-        answered = sum(1 for r in counted if r.error is None and r.ended is not None)
-        return Probe(
-            rate=rate,
-            window=bounds,
-            records=self.records,
-            attainment=attainment(counted, slo),
-            throughput=answered / (end - start) if end > start else 0.0,
-            unsteady=unsteady(self.records, bounds, rate),
-            verdict=None,
-            generator=_GENERATOR,
-        )
+        return probe_of(self.records, slo, rate, _GENERATOR)

@@ -17,7 +17,7 @@ from staffel.bench.results import Interval, Probe, Result
 from staffel.bench.session import read_slo
 from staffel.bench.workload import Workload
 from staffel.bench.workloads import parse_workload
-from staffel.config import SLO, ConfigError, InstanceSpec, ParallelSpec, Placement, Role
+from staffel.config import SLO, ConfigError, ParallelSpec, Placement, Role, check_choice
 from staffel.latency.hardware import WEIGHT_BYTES, hardware_named
 from staffel.latency.link import parse_bandwidth
 from staffel.latency.profile import Profile
@@ -166,8 +166,8 @@ def _from_sheet(options: Options) -> Setting:
     if options.model is None:
         raise ConfigError("--model: is needed with --hardware: a folder, or a name like opt-66b")
     dtype, mla = options.dtype or "bfloat16", options.mla or "compressed"
-    _check_choice("--dtype", dtype, tuple(WEIGHT_BYTES))
-    _check_choice("--mla", mla, get_args(Mla))
+    check_choice("--dtype", dtype, tuple(WEIGHT_BYTES))
+    check_choice("--mla", mla, get_args(Mla))
     shape = shape_of(options.model, mla=cast(Mla, mla))
     sheet = Sheet(hardware_named(options.hardware), options.model, shape, dtype)
     given = dict(options.instance)
@@ -178,7 +178,9 @@ def _from_sheet(options: Options) -> Setting:
 
 def _placement(options: Options, given: dict[str, Any]) -> Placement:
     """The file's, or that of the counts: 1P1D without any."""
-    counts = {"prefill": options.prefill, "decode": options.decode, "colocated": options.colocated}
+    counts: dict[Role, int | None] = {
+        "prefill": options.prefill, "decode": options.decode, "colocated": options.colocated,
+    }  # fmt: skip
     if options.placement is not None:
         named = [name for name, count in counts.items() if count is not None]
         named += [*options.instance, *(n for n in ("tp", "pp") if getattr(options, n) != 1)]
@@ -186,34 +188,9 @@ def _placement(options: Options, given: dict[str, Any]) -> Placement:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in named)
             raise ConfigError(f"--placement: can't be combined with {names}; put it in the file")
         return Placement.load(options.placement)
-    if "policy" in given and not options.colocated:
-        raise ConfigError("--policy: is for colocated instances; add --colocated N")
-    default = 0 if options.colocated else 1
-    parallel = ParallelSpec(tp=options.tp, pp=options.pp)
-    return Placement(
-        instances=tuple(
-            InstanceSpec(
-                role=cast(Role, role), count=number, parallel=parallel, **_of_role(role, given)
-            )
-            for role, count in counts.items()
-            if (number := _count(role, count, default))
-        )
+    return Placement.of_counts(
+        counts, given | {"parallel": ParallelSpec(tp=options.tp, pp=options.pp)}
     )
-
-
-def _count(role: str, asked: int | None, default: int) -> int:
-    if asked is not None:
-        return asked
-    return 0 if role == "colocated" else default
-
-
-def _of_role(role: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if role == "colocated" or name != "policy"}
-
-
-def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{option}: {value!r} is none of {', '.join(known)}")
 
 
 # ---- what went on inside

@@ -56,8 +56,7 @@ def from_profile(profile: Profile, placement: Placement) -> Setting:
     link = LinkModel(
         transfer.bytes_per_second, transfer.fixed_s, profile.kv_bytes_per_token, beside=not on_cpu
     )
-    basis = f"profile of {profile.model} on {profile.device}, {profile.dtype}, {profile.date}"
-    return _setting(placement, instance, link, profile.model, basis)
+    return _setting(placement, instance, link, profile.model, profile.basis)
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class Sheet:
 
         kv_bytes = self.latency(1, 1).kv_bytes_per_token()
         link = LinkModel(self.hardware.link_bytes_per_second, 0.0, kv_bytes, beside=True)
-        basis = f"roofline of {self.hardware.name} ({self.hardware.source}), {self.dtype}"
-        return _setting(placement, instance, link, self.model, basis)
+        return _setting(placement, instance, link, self.model, self.hardware.basis(self.dtype))
 
 
 def _setting(

@@ -19,6 +19,7 @@
 /* `aligned(4)`: loads and stores through it may be unaligned. `may_alias`: of float arrays. */
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+#define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
 static inline vec load(const float *p) { return *(const vec *)p; }

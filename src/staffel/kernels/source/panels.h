@@ -5,9 +5,10 @@
 #include <omp.h>
 #include <stdint.h>
 
+#include "common.h"
+
 #define PANEL 48 /* outputs */
 #define LINE 64  /* bytes of a cache line */
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t panel_count(int64_t n) { return (n + PANEL - 1) / PANEL; }

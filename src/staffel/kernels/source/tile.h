@@ -15,8 +15,6 @@
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Rows and vectors of sums that a kernel keeps in registers (AVX-512 has 32, the others 16). */
 #define MOST_ROWS 6
 #if LANES == 16
