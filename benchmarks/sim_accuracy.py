@@ -6,8 +6,9 @@ Profiles this machine, then serves 1P1D and two colocated instances with chunked
 thread each, at five rates: those at which the simulator expects the attainments in `AIMS`. Every
 cell is really run twice, with the same requests at the same times; the simulator gets what was
 sent, from the benchmark's own file. What the shell adds to the executor's steps is taken from the
-journal of a short run apart from those that are compared. All requests count, with no warm-up cut
-off on either side.
+journal of a short run apart from those that are compared, and the CPU time that the server and the
+load generator take from the instances' cores, for each token, from another. All requests count,
+with no warm-up cut off on either side.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import socket
 import subprocess
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -148,12 +150,14 @@ def really(folder: Path, name: str, rate: float, requests: int, slo: SLO) -> Pro
 
 
 def shell_costs(folder: Path, slo: SLO) -> Shell:
-    """By the journal of a run in which requests hardly meet."""
+    """By the journal of a run in which requests hardly meet, and one in which they do."""
     journal = folder / "journal.jsonl"
     journal.unlink(missing_ok=True)
     options = [*PLACEMENTS["1P1D"], "--threads", "1", "--kv-memory", KV_MEMORY]
     with serving([*options, "--record", str(journal)]):
         records = really(folder, "shell", 0.7, 20, slo).records
+    with serving(options):
+        token_cpu = _token_cpu(folder, slo)
     with journal.open("rb") as lines:
         seen = read(lines)
     outside = median(values(records, "ttft")) - median(seen.first_tokens.values()) / 1e9
@@ -161,7 +165,26 @@ def shell_costs(folder: Path, slo: SLO) -> Shell:
         message_s=median(seen.messages) / 1e9,
         step_s=median(seen.gaps) / 1e9,
         request_s=max(outside, 0.0),
+        token_cpu_s=token_cpu,
     )
+
+
+def _token_cpu(folder: Path, slo: SLO) -> float:
+    """CPU seconds for each token, of the server and the load generator."""
+    before = _server_cpu()
+    probe = really(folder, "cpu", 4, 100, slo)
+    server = _server_cpu() - before
+    seconds = max(record.ended or 0.0 for record in probe.records)
+    tokens = sum(record.tokens or 0 for record in probe.records)
+    return (server + probe.generator.cpu_share * seconds) / tokens
+
+
+def _server_cpu() -> float:
+    """Seconds so far, its instances' not counted."""
+    with urllib.request.urlopen(f"{URL}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    name = "process_cpu_seconds_total "
+    return float(next(line for line in lines if line.startswith(name)).removeprefix(name))
 
 
 def arrivals_of(records: list[Record]) -> list[Arrival]:

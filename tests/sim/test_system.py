@@ -49,6 +49,20 @@ def test_messages_and_loops_take_their_time() -> None:
     assert record.e2e - record.ttft - (ideal.e2e - ideal.ttft) == pytest.approx(2 * 0.01 + 4 * 0.1)
 
 
+def test_others_take_cpu_time_only_from_hosts_without_an_idle_instance() -> None:
+    """Two alike side by side: of each token of either, each of them gives half the time."""
+    pair = [model("colocated"), model("colocated")]
+    alone, together = (
+        [
+            simulate(pair, None, at_once(requests, 100, 40), shell=shell).records[0].tpot
+            for shell in (IDEAL, Shell(message_s=0.0, token_cpu_s=0.01))
+        ]
+        for requests in (1, 2)
+    )
+    assert alone[1] == alone[0]
+    assert together[1] - together[0] == pytest.approx(0.01, rel=0.05)
+
+
 def test_a_read_beside_the_step_costs_those_who_decode_nothing() -> None:
     """The second prompt's 7 blocks are read while the first request decodes."""
     arrivals = [Arrival(0, 100, 300), Arrival(SECOND // 10, 100, 2)]

@@ -46,6 +46,15 @@ def simulate(
     link: Annotated[
         str | None, option(_COST, "KV's way, like 25Gb/s. [default: the profile's or the sheet's]")
     ] = None,
+    token_cpu: Annotated[
+        float,
+        option(
+            _COST,
+            "CPU ms for each token that server and clients take from the instances' cores, "
+            "where they have no others.",
+            min=0,
+        ),
+    ] = 0.0,
     placement: Annotated[Path | None, option(_PLACEMENT, "As `staffel serve` takes it.")] = None,
     prefill: Annotated[
         int | None, option(_PLACEMENT, "Prefill instances. [default: 1]", min=0)
@@ -119,7 +128,8 @@ def simulate(
         options = Options(
             command=shlex.join(["staffel", *sys.argv[1:]]),
             profile=profile, hardware=hardware, model=model, dtype=dtype, mla=mla, link=link,
-            placement=placement, prefill=prefill, decode=decode, colocated=colocated,
+            token_cpu_ms=token_cpu, placement=placement, prefill=prefill, decode=decode,
+            colocated=colocated,
             instance={name: value for name, value in given.items() if value is not None},
             tp=tp, pp=pp, workload=workload, scale_lengths=scale_lengths,
             shared_prefix=shared_prefix, max_model_len=max_model_len, arrivals=arrivals,

@@ -20,6 +20,7 @@ from staffel.control.messages import (
 from staffel.latency.model import Work
 from staffel.sim.clock import Clock
 from staffel.sim.executor import CountingExecutor
+from staffel.sim.host import Host
 from staffel.sim.models import InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Use
 
@@ -36,6 +37,7 @@ class SimulatedInstance:
         link: LinkModel,
         shell: Shell,
         clock: Clock,
+        host: Host,
         send: Callable[[Report], None],
         *,
         prefix_cache: bool,
@@ -49,6 +51,7 @@ class SimulatedInstance:
         self._link = link
         self._step_s = shell.step_s
         self._clock = clock
+        self._host = host
         self._send = send
         self._core = EngineCore(_config(name, model, link, prefix_cache=prefix_cache))
         self._executor = CountingExecutor(model.max_sequences)
@@ -88,10 +91,12 @@ class SimulatedInstance:
             self._execute(batch)
         elif not self._flying:
             self.computing = None
+            self._host.rest(self.name)
             self._report()
 
     def _execute(self, batch: Batch) -> None:
         result, work = self._executor.execute(batch)
+        self._host.work(self.name)
         seconds = self._seconds(batch, work)
         self.use.count(work, seconds)
         end = self._pass_stages(round(seconds * 1e9 / self.model.pp))
@@ -127,7 +132,7 @@ class SimulatedInstance:
         computing = self._compute_seconds(work)
         reading = self._read_seconds(batch) if batch.reads else 0.0
         together = max(computing, reading) if self._link.beside else computing + reading
-        return together + self._step_s
+        return together + self._step_s + self._host.collect(self.name)
 
     def _compute_seconds(self, work: Work) -> float:
         if not (work.prompts or work.decodes):

@@ -84,6 +84,9 @@ class Shell:
     """What an instance's loop adds to each step."""
     request_s: float = 0.0
     """From a request's arrival to the router."""
+    token_cpu_s: float = 0.0
+    """CPU time, for each token that goes out, which server and clients take from the cores of the
+    instances, where they have none of their own."""
     local_prefill_below: int = 0
     """As `staffel serve --local-prefill-below`."""
     max_queue: int = 1024

@@ -29,6 +29,7 @@ from staffel.sim.goodput import (
     needs_token_times,
     simulated_goodput,
 )
+from staffel.sim.models import Shell
 from staffel.sim.outcome import Outcome
 from staffel.sim.sources import Setting, Sheet, from_profile
 from staffel.sim.system import simulate
@@ -52,6 +53,7 @@ class Options(Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     link: str | None = None
+    token_cpu_ms: float = 0.0
     workload: str = "chatbot"
     scale_lengths: float = 1.0
     shared_prefix: int = 0
@@ -93,15 +95,18 @@ def run(options: Options) -> Simulated:
         max_model_len=options.max_model_len,
     )
     slo, arrivals = read_slo(options.slo), Arrivals.parse(options.arrivals)
+    shell = Shell(token_cpu_s=options.token_cpu_ms / 1e3)
     found, rate = None, options.rate
     if rate is None:
         found = simulated_goodput(
             setting.instances, setting.link, workload, slo, options.attainment,
-            seed=options.seed, requests=options.requests, process=arrivals,
+            seed=options.seed, requests=options.requests, process=arrivals, shell=shell,
         )  # fmt: skip
         rate = found.rate or found.probes[-1].rate
     asked = arrivals_at(workload, rate, options.requests, options.seed, arrivals)
-    outcome = simulate(setting.instances, setting.link, asked, token_times=needs_token_times(slo))
+    outcome = simulate(
+        setting.instances, setting.link, asked, token_times=needs_token_times(slo), shell=shell
+    )
     probe = outcome.probe(slo, rate)
     result = _result(options, setting, workload, slo, probe, found)
     return Simulated(result, setting, outcome, found)

@@ -8,9 +8,18 @@ from collections.abc import Callable, Sequence
 from staffel.bench.records import Record
 from staffel.config import ConfigError
 from staffel.control.jobs import Summary
-from staffel.control.messages import LEASE_NS, Order, Report, RouterConfig, window_tokens
-from staffel.control.router import Actions, RouterCore
+from staffel.control.messages import (
+    LEASE_NS,
+    Delta,
+    Deltas,
+    Order,
+    Report,
+    RouterConfig,
+    window_tokens,
+)
+from staffel.control.router import Actions, News, RouterCore
 from staffel.sim.clock import Clock
+from staffel.sim.host import Host
 from staffel.sim.instance import SimulatedInstance
 from staffel.sim.models import FREE, IDEAL, Arrival, InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Outcome
@@ -82,15 +91,18 @@ class _System:
         self._clock = Clock()
         self._message_ns = round(shell.message_s * 1e9)
         self._request_ns = round(shell.request_s * 1e9)
+        self._token_cpu_s = shell.token_cpu_s
         self._witness = witness
         self._maker = RequestMaker()
         self._router = RouterCore(_router_config(instances, shell))
+        named = _named(instances)
+        self._host = Host(name for name, _ in named)
         self._instances = {
             name: SimulatedInstance(
-                name, model, link, shell, self._clock, self._send_report,
+                name, model, link, shell, self._clock, self._host, self._send_report,
                 prefix_cache=witness.shares,
             )
-            for name, model in _named(instances)
+            for name, model in named
         }  # fmt: skip
         self._arrivals: Sequence[Arrival] = ()
         self._due: deque[int] = deque()
@@ -163,6 +175,8 @@ class _System:
             self._clock.at(now + self._message_ns, self._deliver, addressed)
         if not actions.news:
             return
+        if self._token_cpu_s:
+            self._host.spend(self._token_cpu_s * _tokens(actions.news))
         ended = self._witness.hear(actions.news, now)
         self._summaries += actions.summaries
         if ended:
@@ -170,6 +184,16 @@ class _System:
             self._clock.at(now, self._send_due)
         if self._witness.satisfied:
             self._clock.stop()
+
+
+def _tokens(news: Sequence[News]) -> int:
+    """That go out to clients."""
+    return sum(
+        len(one.requests) if isinstance(one, Deltas)
+        else len(one.ids) if isinstance(one, Delta)
+        else 0
+        for one in news
+    )  # fmt: skip
 
 
 def _named(instances: Sequence[InstanceModel]) -> list[tuple[str, InstanceModel]]:
