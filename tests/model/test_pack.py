@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,32 @@ def test_nothing_is_kept_when_all_have_theirs(shared) -> None:
         layer(x)
     assert product._input is None
     assert not product._parts
+
+
+class Reshaping(nn.Module):
+    """Reshapes what its layers give: in a way that needs rows without gaps, or another."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, layers: list[SharedLinear], *, flat: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._flat = flat
+
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
+        x = input_ids[..., None].expand(-1, -1, 8).float()
+        parts = [layer(x) for layer in self.layers]
+        shape = (-1,) if self._flat else (1, 3, -1, 1)
+        return SimpleNamespace(logits=[part.view(shape) for part in parts])
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_parts_are_copied_only_where_a_model_needs_them_without_gaps(shared, flat: bool) -> None:
+    _, ours, product = shared
+    net = Reshaping(ours, flat=flat)
+    pack._try_views(net)
+    assert product.whole == flat
+    net(torch.arange(3)[None])
 
 
 # ---- refusals

@@ -144,7 +144,7 @@ def test_noise_is_splitmix64() -> None:
 
 
 def test_noise_is_finite_and_gumbel() -> None:
-    noise = sampler._gumbel(torch.arange(200_000), seed=1, choice=2, position=3)
+    noise = sampler._gumbel(torch.arange(200_000), sampler._key(1, 2, 3))
     assert noise.isfinite().all()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
     assert float(noise.var()) == pytest.approx(np.pi**2 / 6, abs=0.03)

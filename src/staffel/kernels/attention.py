@@ -24,8 +24,8 @@ def _each(kind: Any, *names: str) -> list[tuple[str, Any]]:
 _POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-class Call(ctypes.Structure):
-    """The arguments, as source/paged.h describes them; the same one serves call after call."""
+class Step(ctypes.Structure):
+    """What a step's layers have in common, as source/paged.h describes it."""
 
     _fields_ = [
         *_each(_POINTER, "k_cache", "v_cache"),
@@ -34,31 +34,28 @@ class Call(ctypes.Structure):
         *_each(_POINTER, "tables"),
         *_each(_INTEGER, "table_stride"),
         *_each(_POINTER, "starts", "counts", "offsets", "tiles"),
-        *_each(_INTEGER, "tile_count", "tile_rows", "layer", "heads"),
-        *_each(_POINTER, "q"),
-        *_each(_INTEGER, "q_token", "q_head"),
-        *_each(_POINTER, "k"),
-        *_each(_INTEGER, "k_token", "k_head"),
-        *_each(_POINTER, "v"),
-        *_each(_INTEGER, "v_token", "v_head"),
-        *_each(_POINTER, "out", "sinks"),
-        *_each(_INTEGER, "window"),
-        *_each(_DOUBLE, "scaling", "softcap"),
+        *_each(_INTEGER, "tile_count", "tile_rows"),
         *_each(_POINTER, "scratch"),
         *_each(_INTEGER, "threads"),
     ]
 
 
-def kernel() -> Callable[[Any], None]:
-    """Writes a layer's keys and values into the cache, then attends; takes a reference to a Call.
+def kernel() -> Callable[..., None]:
+    """Writes a layer's keys and values into the cache, then attends.
 
-    The call is trusted: see `checker` for the block tables.
+    Takes the address of a Step, the layer's number and heads, each of q, k and v with its strides
+    from token to token and from head to head, out, sinks, window, scaling and softcap. The call
+    is trusted: see `checker` for the block tables.
     """
-    return library.function("staffel_attention", ctypes.c_void_p)
+    tensor = (_POINTER, _INTEGER, _INTEGER)
+    return library.function(
+        "staffel_attention", _POINTER, _INTEGER, _INTEGER, *tensor, *tensor, *tensor,
+        _POINTER, _POINTER, _INTEGER, _DOUBLE, _DOUBLE,
+    )  # fmt: skip
 
 
 def checker() -> Callable[[Any], int]:
-    """Gives the first sequence whose block table can't be right, or -1; takes the same."""
+    """Gives the first sequence whose block table can't be right, or -1; takes a Step's address."""
     return library.function("staffel_attention_check", ctypes.c_void_p, result=ctypes.c_int64)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -46,15 +48,65 @@ def level() -> str | None:
 
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
-    """A C function; `arguments` are ctypes, pointers are `ctypes.c_void_p` (see `pointer`)."""
+    """A C function; `arguments` are ctypes, pointers are `ctypes.c_void_p` (see `pointer`).
+
+    Those that compute give nothing, or a number that is not 0 where something is wrong.
+    """
     found = getattr(_library(), name)
     found.argtypes, found.restype = arguments, result
-    return found
+
+    def call(*given: Any) -> Any:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.note(found, given)
+        return found(*given)
+
+    return call
 
 
 def pointer(tensor: Tensor | None) -> int | None:
     """The address of a tensor's first element, for a C function; None is NULL."""
     return None if tensor is None else tensor.data_ptr()
+
+
+# ---- recording calls
+
+
+class Recorder(Protocol):
+    """Hears of a thread's C calls, to make them again later."""
+
+    def note(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """A call that is about to be made."""
+
+    def spoil(self, reason: str) -> None:
+        """Making the same calls again won't do the same."""
+
+
+_local = threading.local()
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let it hear of all calls of this thread meanwhile."""
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        del _local.recorder
+
+
+def unrecordable(reason: str) -> None:
+    """Said by who does something between the calls that they depend on."""
+    recorder = _recorder()
+    if recorder is not None:
+        recorder.spoil(reason)
+
+
+def _recorder() -> Recorder | None:
+    return getattr(_local, "recorder", None)
+
+
+# ---- loading
 
 
 def _best() -> str | None:

@@ -90,9 +90,11 @@ def gather(packed: Tensor, n: int, k: int, ids: Tensor) -> Tensor:
     Raises:
         IndexError: an id is not in 0 … n - 1.
     """
-    ids = _checked(ids, n)
-    rows = torch.empty(len(ids), k)
-    _c("staffel_linear_gather")(packed.data_ptr(), k, ids.data_ptr(), len(ids), rows.data_ptr())
+    ids, rows = ids.contiguous(), torch.empty(len(ids), k)
+    wrong = _c("staffel_linear_gather")(
+        packed.data_ptr(), n, k, ids.data_ptr(), len(ids), rows.data_ptr()
+    )
+    _check_ids(wrong, n)
     return rows
 
 
@@ -146,12 +148,12 @@ def gather_int8(weight: Int8Weight, ids: Tensor) -> Tensor:
     Raises:
         IndexError: an id is not in 0 … n - 1.
     """
-    ids = _checked(ids, weight.n)
-    rows = torch.empty(len(ids), weight.k)
-    _c("staffel_linear_int8_gather")(
-        weight.packed.data_ptr(), weight.scales.data_ptr(), weight.k,
+    ids, rows = ids.contiguous(), torch.empty(len(ids), weight.k)
+    wrong = _c("staffel_linear_int8_gather")(
+        weight.packed.data_ptr(), weight.scales.data_ptr(), weight.n, weight.k,
         ids.data_ptr(), len(ids), rows.data_ptr(),
     )  # fmt: skip
+    _check_ids(wrong, weight.n)
     return rows
 
 
@@ -194,10 +196,9 @@ def _threads(weights: int) -> int:
     return torch.get_num_threads() if weights >= _SHARED else 1
 
 
-def _checked(ids: Tensor, n: int) -> Tensor:
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n):
-        raise IndexError(f"ids: each must be in 0 … {n - 1}")
-    return ids.contiguous()
+def _check_ids(wrong: int, n: int) -> None:
+    if wrong:
+        raise IndexError(f"ids: each must be in 0 … {n - 1}, and {wrong} are not")
 
 
 @cache
@@ -205,10 +206,13 @@ def _c(name: str) -> Any:
     x, y_on_threads = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
     signatures = {
         "staffel_linear": (*x, c_void_p, c_int64, c_int64, c_void_p, *y_on_threads),
-        "staffel_linear_gather": (c_void_p, c_int64, *_IDS, c_void_p),
+        "staffel_linear_gather": (c_void_p, c_int64, c_int64, *_IDS, c_void_p),
         "staffel_linear_int8": (
             *x, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, *y_on_threads,
         ),
-        "staffel_linear_int8_gather": (c_void_p, c_void_p, c_int64, *_IDS, c_void_p),
+        "staffel_linear_int8_gather": (
+            c_void_p, c_void_p, c_int64, c_int64, *_IDS, c_void_p,
+        ),
     }  # fmt: skip
-    return library.function(name, *signatures[name])
+    result = c_int64 if name.endswith("gather") else None
+    return library.function(name, *signatures[name], result=result)

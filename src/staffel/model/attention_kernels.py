@@ -39,7 +39,7 @@ class KernelAttention:
         _check_cache(cache)
         self._cache = cache
         self._attend, self._check = kernels.kernel(), kernels.checker()
-        self._call = kernels.Call(
+        self._shared = kernels.Step(
             k_cache=cache.k.data_ptr(),
             v_cache=cache.v.data_ptr(),
             blocks=cache.k.shape[0] // (cache.layers * cache.block_size),
@@ -49,55 +49,58 @@ class KernelAttention:
             k_width=cache.k.shape[2],
             v_width=cache.v.shape[2],
         )
-        self._address = ctypes.addressof(self._call)
+        self._address = ctypes.addressof(self._shared)
+        self._heads = 0
         self._scratch = torch.empty(0)
 
     def begin(self, step: PackedStep) -> None:
         """Raises ValueError where a block table can't be right (a fault of the engine)."""
         parts = (step.tables, step.starts, step.counts, step.offsets)
-        # The call holds addresses only: what they point to is kept here.
+        # The C struct holds addresses only: what they point to is kept here.
         self._step = tables, starts, counts, offsets = [_int64(part) for part in parts]
-        call = self._call
-        call.sequences, call.table_stride = tables.shape
-        call.tables, call.starts = tables.ctypes.data, starts.ctypes.data
-        call.counts, call.offsets = counts.ctypes.data, offsets.ctypes.data
-        call.heads = 0
+        shared = self._shared
+        shared.sequences, shared.table_stride = tables.shape
+        shared.tables, shared.starts = tables.ctypes.data, starts.ctypes.data
+        shared.counts, shared.offsets = counts.ctypes.data, offsets.ctypes.data
         wrong = self._check(self._address)
         if wrong >= 0:
             raise ValueError(
                 f"sequence {wrong} of the batch: its block table {tables[wrong].tolist()} doesn't "
                 f"do for {counts[wrong]} tokens from {starts[wrong]} on"
             )
+        if self._heads:
+            self._cut(self._heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, flavour: Flavour) -> Tensor:
-        call = self._call
         heads = q.shape[1]
-        if call.heads != heads:
+        if self._heads != heads:
+            library.unrecordable("layers differ in their number of heads, or none was seen yet")
             self._cut(heads)
         q, k, v = _rows(q), _rows(k), _rows(v)
         sinks = None if flavour.sinks is None else flavour.sinks.float().contiguous()
-        out = q.new_empty(q.shape[0], heads, call.v_width)
-        call.layer = layer
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.q_token, call.q_head, _ = q.stride()
-        call.k_token, call.k_head, _ = k.stride()
-        call.v_token, call.v_head, _ = v.stride()
-        call.sinks = library.pointer(sinks)
-        call.window = _NO_WINDOW if flavour.window is None else flavour.window
-        call.scaling, call.softcap = flavour.scaling, flavour.softcap or 0
-        self._attend(self._address)
+        out = q.new_empty(q.shape[0], heads, self._shared.v_width)
+        self._attend(
+            self._address, layer, heads,
+            q.data_ptr(), *q.stride()[:2], k.data_ptr(), *k.stride()[:2],
+            v.data_ptr(), *v.stride()[:2], out.data_ptr(), library.pointer(sinks),
+            _NO_WINDOW if flavour.window is None else flavour.window,
+            flavour.scaling, flavour.softcap or 0.0,
+        )  # fmt: skip
         return out
 
     def _cut(self, heads: int) -> None:
-        """Cut the step into tiles for that number of heads: at the first layer of a step."""
-        call = self._call
-        self._tiles, call.tile_rows = kernels.tiles(self._step[2], heads // call.kv_heads)
-        call.tiles, call.tile_count = self._tiles.ctypes.data, len(self._tiles)
-        call.heads, call.threads = heads, torch.get_num_threads()
-        each = kernels.scratch_floats(call.tile_rows, call.kv_heads, call.k_width, call.v_width)
-        if self._scratch.numel() < each * call.threads:
-            self._scratch = torch.empty(each * call.threads)
-        call.scratch = self._scratch.data_ptr()
+        """Cut the step into tiles for layers with that number of heads."""
+        shared = self._shared
+        self._heads = heads
+        self._tiles, shared.tile_rows = kernels.tiles(self._step[2], heads // shared.kv_heads)
+        shared.tiles, shared.tile_count = self._tiles.ctypes.data, len(self._tiles)
+        shared.threads = torch.get_num_threads()
+        each = kernels.scratch_floats(
+            shared.tile_rows, shared.kv_heads, shared.k_width, shared.v_width
+        )
+        if self._scratch.numel() < each * shared.threads:
+            self._scratch = torch.empty(each * shared.threads)
+        shared.scratch = self._scratch.data_ptr()
 
 
 def _check_cache(cache: PagedCache) -> None:

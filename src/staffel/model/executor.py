@@ -22,10 +22,12 @@ from staffel.control.messages import (
 )
 from staffel.kernels import library
 from staffel.model import attention_kernels, hook, loader, pack, selfcheck
+from staffel.model.attention import PackedStep
 from staffel.model.cache import PagedCache, blocks_that_fit
 from staffel.model.grammar import Grammars
 from staffel.model.sampler import SamplingState, sample, score
 from staffel.model.slots import Slots
+from staffel.model.tape import Ints, Tapes
 from staffel.transfer import KvMemory, KvShape, Peer, Unreachable, attach, create
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,9 @@ class Executor:
         cache = PagedCache.over(self._memory.k, self._memory.v)
         self._attention = attention_kernels.best(cache)
         hook.connect((layer.module for layer in self._model.layers), self._attention)
+        self._tapes = (
+            None if kernels is None else Tapes(self._model, self._attention, max_sequences)
+        )
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
         self._grammars = Grammars(path, spec.vocab_size, spec.eos_ids)
@@ -129,7 +134,7 @@ class Executor:
             self.detach(*key)
         hook.disconnect(self._model.net)
         self._memory.close()
-        del self._attention, self._model
+        del self._attention, self._model, self._tapes
 
     # ---- slots
 
@@ -170,9 +175,14 @@ class Executor:
             for first, follow in zip(firsts, targets, strict=True)
             for place in range(len(follow or ()))
         ]
-        logits = self._model.logits(ids, step.positions, drawn + scored).float().cpu()
+        logits = self._logits(step, ids, drawn + scored).float().cpu()
         results = self._draw(rows, logits[: len(drawn)])
         return self._add_scores(rows, results, targets, logits[len(drawn) :])
+
+    def _logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor:
+        """[len(keep), vocab], of the packed tokens `keep`."""
+        recorded = self._tapes.logits(step, ids, keep) if self._tapes is not None else None
+        return self._model.logits(ids, step.positions, keep) if recorded is None else recorded
 
     def _draw(self, rows: list[Row], logits: Tensor) -> list[RowResult]:
         """A result for each row, from logits [rows that draw, vocab]."""

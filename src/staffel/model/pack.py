@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from staffel.config import Quantization
@@ -92,6 +93,7 @@ def pack_model(model: CausalLM, folder: Path, quantization: Quantization | None 
         _replace_embedding(net, site, weight)
         for name, module in zip(site.names, _modules(site, weight), strict=True):
             _replace(net, name, module)
+    _try_views(net)
     for parent, gate in gates.items():
         _replace(net, parent, gate.build(net))
     for name, module in list(net.named_modules()):
@@ -99,6 +101,19 @@ def pack_model(model: CausalLM, folder: Path, quantization: Quantization | None 
         if norm is not None:
             _replace(net, name, norm)
     _let_go_of_the_file(net)
+
+
+def _try_views(net: PreTrainedModel) -> None:
+    """Let layers of one input give views of their common product, if the model's code can take
+    them: it reshapes with `view`, which doesn't take all that has gaps."""
+    products = [module.product for module in net.modules() if isinstance(module, SharedLinear)]
+    for product in products:
+        product.whole = False
+    try:
+        _run(net)
+    except RuntimeError:
+        for product in products:
+            product.whole = True
 
 
 def _let_go_of_the_file(net: nn.Module) -> None:
@@ -142,16 +157,23 @@ def _watch(model: CausalLM) -> list[Site]:
     packable = [module for module in net.modules() if type(module) in (nn.Linear, Conv1D)]
     handles = [module.register_forward_pre_hook(calls.note) for module in packable]
     rotaries = fuse.watch_rotary([layer.module for layer in model.layers])
-    hook.Probe().connect(net)
     try:
-        packed_logits(net, np.arange(3), np.arange(3), [0, 2])
+        _run(net)
     finally:
-        hook.disconnect(net)
         for handle in handles:
             handle.remove()
         for rotary in rotaries:
             rotary.settle()
     return list(_sites(net, calls.inputs))
+
+
+def _run(net: PreTrainedModel) -> None:
+    """Three tokens, without attention."""
+    hook.Probe().connect(net)
+    try:
+        packed_logits(net, np.arange(3), np.arange(3), [0, 2])
+    finally:
+        hook.disconnect(net)
 
 
 def _sites(net: nn.Module, inputs: dict[nn.Module, Tensor]) -> Iterator[Site]:

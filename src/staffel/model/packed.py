@@ -6,7 +6,7 @@ costs less, and whoever walks over a model's parameters doesn't take them for ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,8 @@ class SharedProduct:
 
     def __init__(self, weight: Weight, sizes: list[int], bias: Tensor | None) -> None:
         self.weight, self.sizes, self.bias = weight, sizes, bias
+        self.whole = True
+        """Whether parts are copied, so that nothing lies between their rows."""
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
@@ -118,8 +120,9 @@ class SharedProduct:
 
     def _compute(self, x: Tensor) -> dict[int, Tensor]:
         out = self.weight.multiply(x.reshape(-1, x.shape[-1]), self.bias)
-        # Whole, not views with gaps: models reshape with `view`. Of one token they are whole.
-        parts = (part.contiguous() for part in out.split(self.sizes, -1))
+        parts: Iterable[Tensor] = out.split(self.sizes, -1)
+        if self.whole:
+            parts = (part.contiguous() for part in parts)
         return {i: part.view(*x.shape[:-1], -1) for i, part in enumerate(parts)}
 
 

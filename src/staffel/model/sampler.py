@@ -19,6 +19,7 @@ from torch import Tensor
 
 from staffel.control.messages import RowResult
 from staffel.control.request import SamplingParams, TokenLogprobs
+from staffel.kernels import sampling
 from staffel.model.grammar import Matcher
 
 _NUCLEUS_GUESS = 64
@@ -165,13 +166,18 @@ def _when_nothing_is_allowed(raw: Tensor, params: SamplingParams) -> Tensor | in
     return params.stop_ids[0] if params.stop_ids else raw.argmax()
 
 
-def _draw(row: Tensor, params: SamplingParams, position: int) -> Tensor:
-    ids = _candidates(row, params)
-    logits = row if ids is None else row[ids]
-    if ids is None:
-        ids = torch.arange(len(row), device=row.device)
-    noise = _gumbel(ids, params.seed, params.choice, position)
-    return ids[(_scaled(logits, params.temperature) + noise).argmax()]
+def _draw(row: Tensor, params: SamplingParams, position: int) -> Tensor | int:
+    ids, key = _candidates(row, params), _key(params.seed, params.choice, position)
+    if ids is not None:
+        return ids[_place(row[ids], ids, params.temperature, key)]
+    if sampling.can_draw(row):
+        return sampling.draw(row, params.temperature, key)
+    return _place(row, torch.arange(len(row), device=row.device), params.temperature, key)
+
+
+def _place(logits: Tensor, ids: Tensor, temperature: float, key: int) -> Tensor:
+    """Where the largest of logit / temperature + noise is."""
+    return (_scaled(logits, temperature) + _gumbel(ids, key)).argmax()
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -308,9 +314,9 @@ def _min_p_floor(row: Tensor, p: float, temperature: float) -> Tensor:
 # ---- noise
 
 
-def _gumbel(ids: Tensor, seed: int, choice: int, position: int) -> Tensor:
-    """Standard Gumbel noise of the tokens `ids`, float64."""
-    bits = _hash(ids, _key(seed, choice, position))
+def _gumbel(ids: Tensor, key: int) -> Tensor:
+    """Standard Gumbel noise of the tokens `ids`, float64; kernels/source/sampling.c has it too."""
+    bits = _hash(ids, key)
     uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # never 0, never 1
     return -(-uniform.log()).log()
 

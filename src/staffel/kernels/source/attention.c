@@ -12,6 +12,7 @@
  * across lanes.
  */
 #include <omp.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "paged.h"
@@ -328,12 +329,22 @@ EXPORT int64_t staffel_attention_check(const Call *call) {
     return -1;
 }
 
-/* Writes the step's keys and values into the cache, then attends. */
-EXPORT void staffel_attention(const Call *call) {
-    for (int64_t s = 0; s < call->sequences; s++) write_sequence(call, s);
-    if (call->threads <= 1)
-        attend_alone(call);
+/* Writes the step's keys and values into the cache, then attends. `step` ends before the layer's
+ * fields, which are the other arguments. */
+EXPORT void staffel_attention(const void *step, int64_t layer, int64_t heads, const float *q,
+                              int64_t q_token, int64_t q_head, const float *k, int64_t k_token,
+                              int64_t k_head, const float *v, int64_t v_token, int64_t v_head,
+                              float *out, const float *sinks, int64_t window, double scaling,
+                              double softcap) {
+    Call call = {.layer = layer, .heads = heads, .q = q, .q_token = q_token, .q_head = q_head,
+                 .k = k, .k_token = k_token, .k_head = k_head, .v = v, .v_token = v_token,
+                 .v_head = v_head, .out = out, .sinks = sinks, .window = window,
+                 .scaling = scaling, .softcap = softcap};
+    memcpy(&call, step, offsetof(Call, layer));
+    for (int64_t s = 0; s < call.sequences; s++) write_sequence(&call, s);
+    if (call.threads <= 1)
+        attend_alone(&call);
     else
-        attend_together(call, staffel_attention_scratch(call->tile_rows, call->kv_heads,
-                                                        call->k_width, call->v_width));
+        attend_together(&call, staffel_attention_scratch(call.tile_rows, call.kv_heads,
+                                                         call.k_width, call.v_width));
 }

@@ -154,11 +154,18 @@ EXPORT void staffel_linear(const float *x, int64_t stride, int64_t rows, const f
     }
 }
 
-/* y [count][k]: rows `ids` of the weight that was packed. */
-EXPORT void staffel_linear_gather(const float *packed, int64_t k, const int64_t *ids,
-                                  int64_t count, float *y) {
+/* y [count][k]: rows `ids` of the weight [n][k] that was packed. Gives how many ids are none of a
+ * row; what is in y for them is undefined. */
+EXPORT int64_t staffel_linear_gather(const float *packed, int64_t n, int64_t k,
+                                     const int64_t *ids, int64_t count, float *y) {
+    int64_t wrong = 0;
     for (int64_t t = 0; t < count; t++) {
+        if (ids[t] < 0 || ids[t] >= n) {
+            wrong++;
+            continue;
+        }
         const float *w = packed + ids[t] / PANEL * k * PANEL + ids[t] % PANEL;
         for (int64_t i = 0; i < k; i++) y[t * k + i] = w[i * PANEL];
     }
+    return wrong;
 }

@@ -108,13 +108,20 @@ EXPORT void staffel_linear_int8(const float *x, int64_t stride, int64_t rows,
     }
 }
 
-/* y [count][k]: rows `ids` of the weight, as floats. */
-EXPORT void staffel_linear_int8_gather(const int8_t *packed, const float *scales, int64_t k,
-                                       const int64_t *ids, int64_t count, float *y) {
-    int64_t quads = (k + QUAD - 1) / QUAD;
+/* y [count][k]: rows `ids` of the weight [n][k], as floats. Gives how many ids are none of a row;
+ * what is in y for them is undefined. */
+EXPORT int64_t staffel_linear_int8_gather(const int8_t *packed, const float *scales, int64_t n,
+                                          int64_t k, const int64_t *ids, int64_t count,
+                                          float *y) {
+    int64_t quads = (k + QUAD - 1) / QUAD, wrong = 0;
     for (int64_t t = 0; t < count; t++) {
+        if (ids[t] < 0 || ids[t] >= n) {
+            wrong++;
+            continue;
+        }
         const int8_t *w = packed + (ids[t] / PANEL * quads * PANEL + ids[t] % PANEL) * QUAD;
         for (int64_t i = 0; i < k; i++)
             y[t * k + i] = scales[ids[t]] * w[i / QUAD * PANEL * QUAD + i % QUAD];
     }
+    return wrong;
 }

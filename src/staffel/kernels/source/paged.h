@@ -9,7 +9,8 @@
 #define RUN 64    /* keys */
 #define PAGE 1024 /* floats of a memory page */
 
-/* kernels/attention.py has the same fields in the same order. Strides are in floats. */
+/* Strides are in floats. What a step's layers have in common comes first: kernels/attention.py has
+ * those fields in the same order. */
 typedef struct {
     /* The cache: [blocks, layers, block_size, kv_heads, width]. */
     float *k_cache, *v_cache;
@@ -22,6 +23,9 @@ typedef struct {
     /* [tile_count, 3]: sequence, first token of the step, tokens. tile_rows: the most of one. */
     const int64_t *tiles;
     int64_t tile_count, tile_rows;
+    /* threads * staffel_attention_scratch floats. */
+    float *scratch;
+    int64_t threads;
     /* The layer: q [T, heads, k_width], k and v [T, kv_heads, width]; out [T, heads, v_width]. */
     int64_t layer, heads;
     const float *q;
@@ -34,9 +38,6 @@ typedef struct {
     const float *sinks;
     int64_t window;
     double scaling, softcap;
-    /* threads * staffel_attention_scratch floats. */
-    float *scratch;
-    int64_t threads;
 } Call;
 
 typedef struct {
