@@ -86,6 +86,18 @@ def test_a_goodput_search_by_a_profile(profile: Path, tmp_path: Path) -> None:
     assert 0 < found.value <= found.high
 
 
+def test_cpu_time_of_others_lengthens_steps(profile: Path, tmp_path: Path) -> None:
+    words = ["--profile", str(profile), "--colocated", "1", *SLO, *FEW, "--rate", "10",
+             "--workload", "fixed:100,10"]  # fmt: skip
+    tpots = []
+    for cost in ("0", "5"):
+        file = tmp_path / "run.json"
+        run(*words, "--token-cpu", cost, "-o", str(file))
+        records = Measured.load(file).probes[0].records
+        tpots.append(min(record.tpot for record in records))
+    assert tpots[1] == pytest.approx(tpots[0] + 0.005, rel=0.1)
+
+
 def test_a_placement_file_and_a_slow_link(profile: Path, tmp_path: Path) -> None:
     placement = tmp_path / "placement.yaml"
     placement.write_text("instances:\n  - {role: prefill, count: 2}\n  - {role: decode}\n")
