@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Ints = np.ndarray[Any, Any]
 
-MOST = 16
+MOST = 32
 """Sequences of the largest recorded step. From there on the interpreter's share is small."""
 ARENA = 64 << 20
 """Bytes for intermediate results; only those that are used take memory."""
@@ -254,7 +254,7 @@ class Tapes:
         arena = Arena(ARENA)
         try:
             for size in range(1, min(most, MOST) + 1):
-                self._tapes.append(_tried(model, attention, size, arena))
+                self._tapes.append(_recorded(model, attention, size, arena))
         except Unrecordable as reason:
             log.info("steps of %d sequences aren't recorded: %s", len(self) + 1, reason)
 
@@ -269,23 +269,33 @@ class Tapes:
         return len(self._tapes)
 
 
-def _tried(model: CausalLM, attention: PagedAttention, size: int, arena: Arena) -> Tape:
-    """A tape that gives what the model gives, also for a step that it wasn't recorded of.
+def _recorded(model: CausalLM, attention: PagedAttention, size: int, arena: Arena) -> Tape:
+    """A tape. One of each few sizes is tried, on a step that it wasn't recorded of.
 
     Raises:
-        Unrecordable: there is none, or it isn't worth having one.
+        Unrecordable: there is none, it isn't right, or it isn't worth having one.
     """
-    tape: Tape | None = None
-    for position in (0, 1):
-        positions, each = np.full(size, position), np.ones(size, np.int64)
-        attention.begin(PackedStep(np.zeros((size, 1), np.int64), positions, each))
-        ids = (np.arange(size) * 7919 + position) % model.vocab_size
+    tried = size & (size - 1) == 0
+    ids = _begin(model, attention, size, 0)
+    if tried:
         started = perf_counter()
-        theirs = model.logits(ids, positions, np.arange(size))
+        model.logits(*ids)
         if perf_counter() - started > _SLOW:
             raise Unrecordable("they take so long that it would gain nothing")
-        tape = tape or Tape(model, size, arena)
-        if not alike(tape.play(ids, positions), theirs):
+    tape = Tape(model, size, arena)
+    if tried:
+        another = _begin(model, attention, size, 1)
+        if not alike(tape.play(*another[:2]).clone(), model.logits(*another)):
             raise Unrecordable("played again, a step doesn't give what the model gives")
-    assert tape is not None
     return tape
+
+
+def _begin(
+    model: CausalLM, attention: PagedAttention, size: int, position: int
+) -> tuple[Ints, Ints, Ints]:
+    """Begin a step at that position; its ids and positions, and that all are kept."""
+    numbers = np.arange(size)
+    positions = np.full(size, position)
+    tables = np.zeros((size, 1), np.int64)
+    attention.begin(PackedStep(tables, positions, np.ones(size, np.int64)))
+    return (numbers * 7919 + position) % model.vocab_size, positions, numbers
