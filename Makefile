@@ -20,6 +20,13 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/staffel/ker
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# The GPU's kernels run in tests under Triton's interpreter. It is large, and nothing else needs it
+# here: a CUDA build of torch brings its own.
+TRITON := $(VENV)/.triton
+$(TRITON): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton
+	@touch $@
+
 # exec: Ctrl-C reaches the server itself, and make reports nothing of its own.
 serve: install
 	@exec $(BIN)/staffel serve $(ARGS)
@@ -31,7 +38,7 @@ lint: install
 	$(BIN)/mypy
 
 # Once more without the CPU kernels: whoever has no C compiler is served by torch.
-test: lint
+test: lint $(TRITON)
 	$(BIN)/python -m pytest
 	STAFFEL_KERNELS=off $(BIN)/python -m pytest tests/model/test_families.py
 
