@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are defined
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds")
 
 from staffel.model import attention_triton
-from staffel.model.attention import Flavour
+from staffel.model.attention import Flavour, PackedStep
 from staffel.model.attention_triton import TritonAttention
 from staffel.model.cache import PagedCache
 from tests.model import test_attention
@@ -79,6 +79,31 @@ def test_half_width_is_summed_in_float32() -> None:
     (out,) = scene.compute([(0, 0, 100)], how)
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.double(), scene.expected(0, how), atol=2e-3, rtol=2e-3)
+
+
+def test_a_step_at_fixed_places_filled_up_with_nothing() -> None:
+    """Two sequences in places for four: the other two rows touch the spare block alone."""
+    scene = Scene([30, 9], seed=6, **SHAPES[0])
+    how = Flavour(scaling=0.3)
+    scene.compute([(0, 0, 29), (1, 0, 8)], how)
+    spare = int(max(set(range(len(scene.cache.k) // 12)) - set(scene.tables.flatten().tolist())))
+    places = attention_triton.Places(scene.cache, 4, blocks=20, spare=spare)
+    step = PackedStep(scene.tables, np.array([29, 8]), np.array([1, 1]))
+    packed = [
+        torch.cat([x[0][29:], x[1][8:], torch.ones_like(x[0][:2])])
+        for x in (scene.q, scene.k, scene.v)
+    ]
+    before = scene.cache.k.clone()
+    for _ in range(2):  # they are filled anew each time
+        scene.attention.begin_in_place(step, places)
+        out = scene.attention.attend(test_attention.LAYER, *packed, how)
+    for row, (sequence, at) in enumerate([(0, 29), (1, 8)]):
+        expected = scene.expected(sequence, how)[at]
+        torch.testing.assert_close(out[row].double(), expected, atol=1e-5, rtol=1e-4)
+    changed = (before != scene.cache.k).any(-1).any(-1) & ~before.isnan().all(-1).all(-1)
+    assert not changed.any()  # nothing that was there before
+    written = before.isnan().all(-1).all(-1) & ~scene.cache.k.isnan().any(-1).any(-1)
+    assert int(written.sum()) == 3  # a token of each sequence, and one row of the spare block
 
 
 def test_enough_programs_for_a_gpu_and_no_more() -> None:

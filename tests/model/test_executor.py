@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from staffel.config import ConfigError, ModelSpec
 from staffel.control.messages import Enter, ReadChunk, Row
 from staffel.control.request import SamplingParams
+from staffel.kernels import library
+from staffel.model import tape
 from staffel.model.executor import Executor
 from tests.model.driver import Driver, Seat
 from tests.model.families import VOCAB, make_model, mixed_prompts
@@ -278,12 +280,42 @@ def test_a_peer_of_another_layout_is_refused(first: Driver, second: Driver) -> N
 # ---- memory, options, threads
 
 
+def test_blocks_of_one_token(spec: ModelSpec) -> None:
+    ours, usual = executor(spec, block_size=1), executor(spec)
+    assert alone(Driver(ours), GREEDY).tokens == alone(Driver(usual), GREEDY).tokens
+    ours.close()
+    usual.close()
+
+
+@pytest.mark.skipif(library.level() is None, reason="no kernels")
+def test_a_recorded_step_amid_others_is_what_the_model_computes(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in between, tables in random order, sizes that come and go."""
+    prompts = mixed_prompts(BLOCK, 8, 14)
+    recorded = executor(spec)
+    assert len(recorded._recorded) == 6  # max_sequences
+    monkeypatch.setattr(tape, "MOST", 0)
+    plain = executor(spec)
+    assert len(plain._recorded) == 0
+    ours, theirs = (
+        Driver(each, seed=4).generate(prompts, GREEDY, chunk=8, at_once=5)
+        for each in (recorded, plain)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.tokens == b.tokens
+        assert [r.logprobs.logprob for r in a.results] == [r.logprobs.logprob for r in b.results]
+    recorded.close()
+    plain.close()
+
+
 def test_too_little_kv_memory_names_the_option(spec: ModelSpec) -> None:
     with pytest.raises(ConfigError, match="--kv-memory"):
         executor(spec, kv_bytes=4096)
 
 
-def test_cuda_is_refused(spec: ModelSpec) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(spec: ModelSpec) -> None:
     with pytest.raises(ConfigError, match="--device"):
         executor(spec, device="cuda")
 

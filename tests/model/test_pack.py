@@ -180,7 +180,7 @@ def test_parts_are_copied_only_where_a_model_needs_them_without_gaps(shared, fla
     _, ours, product = shared
     net = Reshaping(ours, flat=flat)
     pack._try_views(net)
-    assert product.whole == flat
+    assert product.copies == flat
     net(torch.arange(3)[None])
 
 

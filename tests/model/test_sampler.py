@@ -126,6 +126,19 @@ def test_choices_and_seeds_and_positions_are_independent() -> None:
         assert chi_square(pairs, even) < 4
 
 
+def test_rows_that_are_drawn_together_give_what_each_gives_alone() -> None:
+    logits = random_logits(40)
+    states = [state(seed=row, choice=row % 3, temperature=0.2 + row / 10) for row in range(40)]
+    together = sampler._draw_rows(logits, states).tolist()
+    assert together == tokens(logits, states)
+
+
+def test_rows_are_batched_by_their_size() -> None:
+    batches = list(sampler._batches(list(range(300)), 150_000))
+    assert [len(batch) for batch in batches] == [111, 111, 78]
+    assert [row for batch in batches for row in batch] == list(range(300))
+
+
 def test_noise_is_splitmix64() -> None:
     """Against the published algorithm in whole numbers: the draws must never change."""
 

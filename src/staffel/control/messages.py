@@ -27,16 +27,17 @@ from staffel.control.request import FinishReason, Request, SamplingParams, Token
 class KvRegion(Struct, frozen=True, kw_only=True):
     """Where an instance's KV cache lies and how it is laid out; both sides of a transfer compare.
 
-    The memory holds `slots` 64-bit words first (the dispatch that lives in each slot, 0: none),
-    padded to a page; then K, then V, each [num_blocks, layers, block_size, kv_heads, width].
+    Of kind "shm", the memory holds `slots` 64-bit words first (the dispatch that lives in each
+    slot, 0: none), padded to a page; then K, then V, each [num_blocks, layers, block_size,
+    kv_heads, width]. Of kind "cuda" it holds the words alone; K and V are on the GPU.
     """
 
     kind: str
-    """The transfer that can read it: "shm"."""
+    """The transfer that can read it: "shm" or "cuda"."""
     pid: int
     fd: int
     size: int
-    """Bytes in all."""
+    """Bytes of K and V, with "shm" of the words too."""
     slots: int
     num_blocks: int
     layers: int
@@ -45,6 +46,8 @@ class KvRegion(Struct, frozen=True, kw_only=True):
     k_width: int
     v_width: int
     dtype: str
+    handle: bytes = b""
+    """Of kind "cuda": what opens K and V in another process."""
 
 
 # ---- router to instance

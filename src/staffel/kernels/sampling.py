@@ -23,7 +23,7 @@ def can_draw(row: Tensor) -> bool:
 
 
 def draw(row: Tensor, temperature: float, key: int) -> int:
-    """The place of the largest row / temperature + noise, for a row [vocabulary] without NaN.
+    """The place of the largest row / temperature + noise; row [vocabulary] is without NaN and +inf.
 
     The noise is the one of `staffel.model.sampler`; `key` is what it hashes each place with, in
     64 bits.

@@ -22,7 +22,13 @@ _NO_WINDOW = 1 << 62
 
 
 def best(cache: PagedCache) -> PagedAttention:
-    """The fastest attention over this cache: in C where it is built and the cache is float32."""
+    """The fastest attention over this cache: on a CPU in C, where that is built and the cache is
+    float32."""
+    if cache.k.is_cuda:
+        # It comes with torch's CUDA builds alone.
+        from staffel.model.attention_triton import TritonAttention
+
+        return TritonAttention(cache)
     if cache.k.dtype != torch.float32 or library.level() is None:
         return CpuAttention(cache)
     return KernelAttention(cache)

@@ -33,6 +33,8 @@ _LEAST_ROWS = 16
 """What a matrix unit takes."""
 _KEYS = 64
 """Keys at a time."""
+_WIDE = 32 << 10
+"""Bytes of keys and values at a time of which a GPU's shared memory holds no three."""
 _PROGRAMS = 512
 """As many as keep a GPU busy: decode steps are split into parts until there are so many."""
 _MOST_PARTS = 16
@@ -69,8 +71,15 @@ class TritonAttention:
     def begin(self, step: PackedStep) -> None:
         self._step, self._plan = step, None
 
+    def begin_in_place(self, step: PackedStep, places: Places) -> None:
+        """Say what a step computes that was captured with these places: one token of each
+        sequence, of as many or fewer; the others write to the places' spare block."""
+        places.fill(step)
+        self._plan = places.plan
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, flavour: Flavour) -> Tensor:
         cache = self._cache
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         kv_heads, heads = k.shape[1], q.shape[1]
         plan = self._planned(heads // kv_heads)
         _write[(len(q), kv_heads)](
@@ -112,12 +121,18 @@ class TritonAttention:
             _NO_WINDOW if flavour.window is None else flavour.window,
             flavour.scaling, flavour.softcap or 1.0,
             BLOCK=cache.block_size, K=k_width, K_PAD=_pad(k_width), KEYS=_KEYS,
-            CAP=flavour.softcap is not None, **widths,
+            CAP=flavour.softcap is not None, num_stages=_stages(cache), **widths,
         )  # fmt: skip
         if plan.parts > 1:
             _put_together[grid[:2]](
                 partial, sums, sinks, out, plan.offsets, plan.tiles, kv_heads, **widths
             )
+
+
+def _stages(cache: PagedCache) -> int:
+    """How many runs of keys are on their way at a time: wide ones fill the shared memory."""
+    run = _KEYS * (_pad(cache.k.shape[2]) + _pad(cache.v.shape[2])) * cache.k.element_size()
+    return 1 if run > _WIDE else 3
 
 
 def _pad(width: int) -> int:
@@ -157,6 +172,36 @@ def _parts(programs: int) -> int:
 
 def _on_device(numbers: Ints, cache: PagedCache) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers, np.int32)).to(cache.k.device)
+
+
+class Places:
+    """A decode step of `size` sequences at fixed addresses, to be filled anew for each step."""
+
+    def __init__(self, cache: PagedCache, size: int, blocks: int, spare: int) -> None:
+        """`blocks`: of the longest table. `spare`: a block that belongs to nobody."""
+        self._cache, self._size, self._spare = cache, size, spare
+        self._tables = np.full((size, blocks), spare, np.int32)
+        each = np.arange(size)
+        self.plan = _Plan(
+            rows=cache.rows(np.full(size, spare), np.zeros(size, np.int64)),
+            tables=_on_device(self._tables, cache),
+            starts=_on_device(np.zeros(size), cache),
+            offsets=_on_device(each, cache),
+            tiles=_on_device(np.stack([each, np.zeros(size), np.ones(size)], axis=1), cache),
+            tile_tokens=1,
+            parts=_parts(size * cache.k.shape[1]),
+        )
+
+    def fill(self, step: PackedStep) -> None:
+        real, block_size = len(step.starts), self._cache.block_size
+        starts, blocks = np.zeros(self._size, np.int64), np.full(self._size, self._spare)
+        starts[:real] = step.starts
+        blocks[:real] = step.tables[np.arange(real), step.starts // block_size]
+        self._tables[:] = self._spare
+        self._tables[:real, : step.tables.shape[1]] = step.tables
+        self.plan.rows.copy_(self._cache.rows(blocks, starts % block_size))
+        self.plan.tables.copy_(torch.from_numpy(self._tables))
+        self.plan.starts.copy_(torch.from_numpy(starts))
 
 
 # ---- kernels
@@ -294,5 +339,5 @@ def _finished(found, largest, total, sinks, head, exists, SINKS: tl.constexpr):
         most = tl.maximum(largest, sink)
         found = found * tl.exp(largest - most)[:, None]
         total = total * tl.exp(largest - most) + tl.exp(sink - most)
-    # Rows that don't exist have seen nothing.
+    # Rows that don't exist may have seen nothing.
     return found / tl.where(total == 0, 1.0, total)[:, None]

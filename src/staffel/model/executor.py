@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,17 +29,19 @@ from staffel.model.cache import PagedCache, blocks_that_fit
 from staffel.model.grammar import Grammars
 from staffel.model.sampler import SamplingState, sample, score
 from staffel.model.slots import Slots
-from staffel.model.tape import Ints, Tapes
+from staffel.model.tape import Tapes
 from staffel.transfer import KvMemory, KvShape, Peer, Unreachable, attach, create
 
 log = logging.getLogger(__name__)
+
+Ints = np.ndarray[Any, Any]
 
 
 class Executor:
     """A model, its paged KV cache, and the sequences in its slots.
 
     Not for use by two threads at a time. Several executors in one process don't touch each
-    other, but share torch's number of threads.
+    other, but share torch's number of threads; recorded steps keep the one of their recording.
     """
 
     def __init__(
@@ -57,25 +61,30 @@ class Executor:
         Raises:
             ConfigError: the model can't be served rightly, or the memory doesn't do.
         """
-        _check_device(device)
+        place = _device(device)
         if threads is not None:
             torch.set_num_threads(threads)
-        path = Path(spec.path)
-        kernels = _kernels(_dtype(dtype), quantization)
-        self._model = loader.load(path, dtype=_dtype(dtype), max_model_len=spec.max_model_len)
+        path, width = Path(spec.path), _dtype(dtype, place)
+        kernels = _kernels(place, width, quantization)
+        self._model = loader.load(path, dtype=width, max_model_len=spec.max_model_len, device=place)
         expected = selfcheck.reference(self._model)
         if kernels is not None:
             pack.pack_model(self._model, path, quantization)
         selfcheck.check(self._model, expected, quantization)
         shape = _shape(self._model, max_sequences, block_size)
         blocks = blocks_that_fit(kv_bytes, shape, spec.max_model_len)
-        self._memory: KvMemory = create(msgspec.structs.replace(shape, num_blocks=blocks))
+        # On a GPU, rows that fill a graph up write to one more block.
+        self._spare = int(place.type == "cuda")
+        shape = msgspec.structs.replace(shape, num_blocks=blocks + self._spare)
+        self._memory: KvMemory = create(shape, place)
         cache = PagedCache.over(self._memory.k, self._memory.v)
         self._attention = attention_kernels.best(cache)
         hook.connect((layer.module for layer in self._model.layers), self._attention)
-        self._tapes = (
-            None if kernels is None else Tapes(self._model, self._attention, max_sequences)
-        )
+        self._recorded: _Recorded | None = None
+        if place.type == "cuda":
+            self._recorded = _graphs(self._model, self._attention, cache, shape, spec.max_model_len)
+        elif kernels is not None:
+            self._recorded = Tapes(self._model, self._attention, max_sequences)
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
         self._grammars = Grammars(path, spec.vocab_size, spec.eos_ids)
@@ -84,7 +93,12 @@ class Executor:
     @property
     def region(self) -> KvRegion:
         """What a peer needs to read this executor's cache."""
-        return self._memory.region
+        region = self._memory.region
+        if not self._spare:
+            return region
+        blocks = region.num_blocks - self._spare
+        size = region.size // region.num_blocks * blocks
+        return msgspec.structs.replace(region, num_blocks=blocks, size=size)
 
     def attach(self, instance: str, incarnation: int, region: KvRegion) -> None:
         """Open a peer's cache for reads. One that can't be opened makes its reads fail.
@@ -117,13 +131,14 @@ class Executor:
             self._enter(enter)
         for slot, blocks in batch.grown:
             self._slots.grow(slot, blocks)
-        reads = [self._read(chunk) for chunk in batch.reads]
+        # Where copies run beside the step, they run beside this one.
+        sources = [self._start_read(chunk) for chunk in batch.reads]
         rows = [*map(self._slots.next_row, batch.decodes), *batch.rows]
         results = self._compute(rows) if rows else []
         decoded = results[: len(batch.decodes)]
         return BatchResult(
             results[len(decoded) :],
-            reads,
+            list(map(_finish_read, sources, batch.reads)),
             [result.token for result in decoded],
             {place: result for place, result in enumerate(decoded) if _says_more(result)},
         )
@@ -134,7 +149,7 @@ class Executor:
             self.detach(*key)
         hook.disconnect(self._model.net)
         self._memory.close()
-        del self._attention, self._model, self._tapes
+        del self._attention, self._model, self._recorded
 
     # ---- slots
 
@@ -155,12 +170,12 @@ class Executor:
 
     # ---- reads
 
-    def _read(self, chunk: ReadChunk) -> bool:
+    def _start_read(self, chunk: ReadChunk) -> Peer | None:
+        """The peer that is read from, if it is there."""
         peer = self._peers.get((chunk.source, chunk.source_incarnation))
-        if peer is None:
-            return False
-        peer.read_blocks(chunk.source_blocks, chunk.blocks)
-        return chunk.confirm is None or peer.confirm(*chunk.confirm)
+        if peer is not None:
+            peer.read_blocks(chunk.source_blocks, chunk.blocks)
+        return peer
 
     # ---- rows
 
@@ -175,14 +190,14 @@ class Executor:
             for first, follow in zip(firsts, targets, strict=True)
             for place in range(len(follow or ()))
         ]
-        logits = self._logits(step, ids, drawn + scored).float().cpu()
+        logits = self._logits(step, ids, drawn + scored).float()
         results = self._draw(rows, logits[: len(drawn)])
         return self._add_scores(rows, results, targets, logits[len(drawn) :])
 
     def _logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor:
         """[len(keep), vocab], of the packed tokens `keep`."""
-        recorded = self._tapes.logits(step, ids, keep) if self._tapes is not None else None
-        return self._model.logits(ids, step.positions, keep) if recorded is None else recorded
+        found = None if self._recorded is None else self._recorded.logits(step, ids, keep)
+        return self._model.logits(ids, step.positions, keep) if found is None else found
 
     def _draw(self, rows: list[Row], logits: Tensor) -> list[RowResult]:
         """A result for each row, from logits [rows that draw, vocab]."""
@@ -235,23 +250,61 @@ def _says_more(result: RowResult) -> bool:
     return result.logprobs is not None or result.grammar_ended
 
 
-def _check_device(device: Device) -> None:
-    if device == "cuda":
-        raise ConfigError("--device: cuda can't be used yet; take cpu")
+class _Recorded(Protocol):
+    """Steps that are done again without the interpreter: `tape.Tapes` or `graphs.Graphs`."""
+
+    def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None: ...
 
 
-def _dtype(dtype: Dtype) -> torch.dtype:
-    """The one asked for; "auto" is float32: half the width is many times slower on most CPUs."""
-    return torch.float32 if dtype == "auto" else getattr(torch, dtype)
+def _graphs(
+    model: loader.CausalLM, attention: Any, cache: PagedCache, shape: KvShape, max_model_len: int
+) -> _Recorded | None:
+    from staffel.model.graphs import Graphs  # with Triton, which a CPU build of torch lacks
+
+    blocks = -(-max_model_len // shape.block_size)
+    try:
+        return Graphs(
+            model, attention, cache, most=shape.slots, blocks=blocks, spare=shape.num_blocks - 1
+        )
+    except RuntimeError as error:  # a pass that decides by what it computes, or too little memory
+        log.warning("decode steps aren't captured as CUDA graphs: %s", error)
+        return None
 
 
-def _kernels(dtype: torch.dtype, quantization: Quantization | None) -> str | None:
-    """The instruction set of the kernels in use; None: torch computes everything.
+def _finish_read(peer: Peer | None, chunk: ReadChunk) -> bool:
+    """Whether what was copied is whole, or goes on."""
+    if peer is None:
+        return False
+    # Also what isn't to be confirmed: blocks that are given up next belong to somebody else.
+    peer.finish()
+    return chunk.confirm is None or peer.confirm(*chunk.confirm)
+
+
+def _device(device: Device) -> torch.device:
+    """The one asked for; "auto" is the CPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: torch sees no GPU here; take cpu, or a CUDA build of torch")
+    return torch.device("cuda" if device == "cuda" else "cpu")
+
+
+def _dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """The one asked for; "auto" is bfloat16 on a GPU and float32 on a CPU, where half the width is
+    many times slower."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, dtype)
+
+
+def _kernels(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization | None
+) -> str | None:
+    """The instruction set of the CPU kernels in use; None: torch computes everything.
 
     Raises:
         ConfigError: there are none, and the quantization needs them.
     """
-    level = library.level() if dtype == torch.float32 else None
+    on_cpu = device.type == "cpu"
+    level = library.level() if on_cpu and dtype == torch.float32 else None
     if level is None and quantization is not None:
         raise ConfigError(
             f"--quantization: {quantization} needs --dtype float32 and the CPU kernels, which are "

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from staffel.config import ConfigError
 from staffel.model import hook, rotary
 
+_CPU = torch.device("cpu")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # transformers loads under process-wide settings (default dtype, meta device).
@@ -64,7 +65,9 @@ def packed_logits(net: PreTrainedModel, ids: Any, positions: Any, keep: Any) -> 
     ).logits[0]
 
 
-def load(path: Path, *, dtype: torch.dtype, max_model_len: int) -> CausalLM:
+def load(
+    path: Path, *, dtype: torch.dtype, max_model_len: int, device: torch.device = _CPU
+) -> CausalLM:
     """Load a model folder, with our attention in place of its own.
 
     Raises:
@@ -74,7 +77,7 @@ def load(path: Path, *, dtype: torch.dtype, max_model_len: int) -> CausalLM:
     with _LOADING:
         config = _read_config(path)
         _check_config(config)
-        net = _read_weights(path, config, dtype)
+        net = _read_weights(path, config, dtype).to(device)
     rotary.pin(net, max_model_len)
     return CausalLM(net, _probe(net, max_model_len))
 

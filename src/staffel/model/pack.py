@@ -108,12 +108,12 @@ def _try_views(net: PreTrainedModel) -> None:
     them: it reshapes with `view`, which doesn't take all that has gaps."""
     products = [module.product for module in net.modules() if isinstance(module, SharedLinear)]
     for product in products:
-        product.whole = False
+        product.copies = False
     try:
         _run(net)
     except RuntimeError:
         for product in products:
-            product.whole = True
+            product.copies = True
 
 
 def _let_go_of_the_file(net: nn.Module) -> None:

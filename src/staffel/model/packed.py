@@ -104,7 +104,7 @@ class SharedProduct:
 
     def __init__(self, weight: Weight, sizes: list[int], bias: Tensor | None) -> None:
         self.weight, self.sizes, self.bias = weight, sizes, bias
-        self.whole = True
+        self.copies = True
         """Whether parts are copied, so that nothing lies between their rows."""
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
@@ -121,7 +121,7 @@ class SharedProduct:
     def _compute(self, x: Tensor) -> dict[int, Tensor]:
         out = self.weight.multiply(x.reshape(-1, x.shape[-1]), self.bias)
         parts: Iterable[Tensor] = out.split(self.sizes, -1)
-        if self.whole:
+        if self.copies:
             parts = (part.contiguous() for part in parts)
         return {i: part.view(*x.shape[:-1], -1) for i, part in enumerate(parts)}
 

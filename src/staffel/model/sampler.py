@@ -6,12 +6,13 @@ being its own draw from a Gumbel distribution (the Gumbel-max trick: Gumbel, 195
 last bits of the logits, as a batch's shape brings, then changes the choice only where two tokens
 tie, which is rarer than with a walk along cumulated probabilities.
 
-The noise is a hash in integer tensor operations: the same on every device, and computed for the
-candidates alone.
+The noise is a hash of the token's id in whole numbers: the same on every device, and computed for
+the candidates alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import torch
@@ -24,6 +25,9 @@ from staffel.model.grammar import Matcher
 
 _NUCLEUS_GUESS = 64
 """How many of the likeliest tokens are sorted first in search of the top-p mass."""
+
+_AT_ONCE = 1 << 24
+"""Logits for which noise is computed at a time; each takes some tens of bytes meanwhile."""
 
 _STEP, _MIX_1, _MIX_2 = (
     word - 2**64  # as signed words
@@ -60,10 +64,21 @@ class SamplingState:
         return self.grammar is not None or self.position < self.params.min_tokens
 
     @property
+    def untouched(self) -> bool:
+        """Whether the choice is made from the logits as they are."""
+        return not (self.masks or self.history or self.params.logit_bias)
+
+    @property
     def plain(self) -> bool:
         """Whether the likeliest token of the raw logits is the answer."""
-        greedy = self.params.temperature == 0
-        return greedy and not (self.masks or self.history or self.params.logit_bias)
+        return self.params.temperature == 0 and self.untouched
+
+    @property
+    def free(self) -> bool:
+        """Whether any token may be drawn, by the raw logits."""
+        params = self.params
+        narrowed = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        return params.temperature > 0 and self.untouched and not narrowed
 
     def advance(self, token: int) -> None:
         self.position += 1
@@ -143,12 +158,33 @@ def _result(token: int, state: SamplingState, logprobs: TokenLogprobs | None) ->
 
 
 def _choose_all(logits: Tensor, states: list[SamplingState]) -> list[int]:
-    plain = [state.plain for state in states]
-    tokens = logits.argmax(-1) if any(plain) else logits.new_empty(len(states), dtype=torch.long)
-    for row, state in enumerate(states):
-        if not plain[row]:
-            tokens[row] = _choose(logits[row], state)
+    plain = [row for row, state in enumerate(states) if state.plain]
+    tokens = logits.argmax(-1) if plain else logits.new_empty(len(states), dtype=torch.long)
+    # Each operation on a GPU has its price, however small: one for all rows.
+    free = [row for row, state in enumerate(states) if state.free] if logits.is_cuda else []
+    for rows in _batches(free, logits.shape[1]):
+        tokens[rows] = _draw_rows(logits[rows], [states[row] for row in rows])
+    for row in set(range(len(states))).difference(plain, free):
+        tokens[row] = _choose(logits[row], states[row])
     return tokens.tolist()
+
+
+def _batches(rows: list[int], vocabulary: int) -> Iterator[list[int]]:
+    """Some rows at a time: as many as have `_AT_ONCE` logits."""
+    size = max(1, _AT_ONCE // vocabulary)
+    return (rows[at : at + size] for at in range(0, len(rows), size))
+
+
+def _draw_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
+    """What `_draw` gives for each row, of states that are `free`."""
+    keys = [_key(s.params.seed, s.params.choice, s.position) for s in states]
+    temperatures = logits.new_tensor([s.params.temperature for s in states], dtype=torch.float64)
+    noise = _gumbel(
+        torch.arange(logits.shape[1], device=logits.device),
+        torch.tensor(keys, device=logits.device).unsqueeze(1),
+    )
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperatures.unsqueeze(1)
+    return (scaled + noise).argmax(-1)
 
 
 def _choose(raw: Tensor, state: SamplingState) -> Tensor | int:
@@ -314,7 +350,7 @@ def _min_p_floor(row: Tensor, p: float, temperature: float) -> Tensor:
 # ---- noise
 
 
-def _gumbel(ids: Tensor, key: int) -> Tensor:
+def _gumbel(ids: Tensor, key: int | Tensor) -> Tensor:
     """Standard Gumbel noise of the tokens `ids`, float64; kernels/source/sampling.c has it too."""
     bits = _hash(ids, key)
     uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # never 0, never 1
@@ -327,7 +363,7 @@ def _key(seed: int, choice: int, position: int) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)
 
 
-def _hash(ids: Tensor, key: int) -> Tensor:
+def _hash(ids: Tensor, key: int | Tensor) -> Tensor:
     """64 bits for each id: output number `id` of SplitMix64 started at `key` (Steele, Lea and
     Flood, Fast Splittable Pseudorandom Number Generators, 2014). Products wrap, as they should."""
     z = (ids + 1) * _STEP + key

@@ -99,7 +99,8 @@ def _through_ours(model: CausalLM) -> list[Tensor]:
 def _small_cache(model: CausalLM) -> PagedCache:
     kv_heads, k_width, v_width = model.kv_shape
     shape = (_BLOCKS, len(model.layers), _BLOCK_SIZE, kv_heads)
-    k, v = (torch.zeros(*shape, width, dtype=model.net.dtype) for width in (k_width, v_width))
+    like = {"dtype": model.net.dtype, "device": model.net.device}
+    k, v = (torch.zeros(*shape, width, **like) for width in (k_width, v_width))
     return PagedCache.over(k, v)
 
 

@@ -3,7 +3,7 @@
 A decode step of so many sequences makes the same calls each time, of C functions and of torch's
 operations, on the same shapes. A *tape* holds those of one pass, with all intermediate results at
 fixed places, and makes them again: CUDA graphs, on a CPU. What a pass decides by the numbers it
-computes can't be on a tape; such models are computed as before.
+computes can't be on a tape; models in which that is seen are computed as before.
 """
 
 from __future__ import annotations
@@ -147,10 +147,12 @@ class _Recording(TorchDispatchMode):
             raise Unrecordable(f"{func} depends on numbers that are computed")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        given = {_memory(x) for x in _tensors((args, kwargs))}
         if func._schema.is_mutable:
+            if any(_memory(x) not in given for x in _tensors(result)):
+                raise Unrecordable(f"{func} changes its arguments, and gives something new")
             self._note_operation(partial(func, **self._kept(kwargs)), self._kept(args))
             return result
-        given = {_memory(x) for x in _tensors((args, kwargs))}
         results, form = tree_flatten(result)
         places: dict[int, Tensor] = {}
         for i, one in enumerate(results):
@@ -239,7 +241,7 @@ class Tape:
         self._ids.copy_(torch.as_tensor(ids))
         self._positions.copy_(torch.as_tensor(positions))
         for function, arguments in self._calls:
-            if function(*arguments):
+            if function(*arguments):  # of all of them, only lookups of ids ever complain
                 raise IndexError("ids: one is outside the vocabulary")
         return self._logits
 
@@ -251,12 +253,13 @@ class Tapes:
     def __init__(self, model: CausalLM, attention: PagedAttention, most: int) -> None:
         """Record and try them, on a KV block that nobody uses yet."""
         self._tapes: list[Tape] = []
+        self._computed_by = model, attention  # tapes hold addresses of what they are made of
         arena = Arena(ARENA)
         try:
             for size in range(1, min(most, MOST) + 1):
                 self._tapes.append(_recorded(model, attention, size, arena))
         except Unrecordable as reason:
-            log.info("steps of %d sequences aren't recorded: %s", len(self) + 1, reason)
+            log.info("steps of %d or more sequences aren't recorded: %s", len(self) + 1, reason)
 
     def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None:
         """[len(keep), vocab] of the packed tokens `keep` of `ids`; None: there is no such tape."""
@@ -296,6 +299,6 @@ def _begin(
     """Begin a step at that position; its ids and positions, and that all are kept."""
     numbers = np.arange(size)
     positions = np.full(size, position)
-    tables = np.zeros((size, 1), np.int64)
+    tables = np.zeros((size, position + 1), np.int64)  # enough, however small a block
     attention.begin(PackedStep(tables, positions, np.ones(size, np.int64)))
     return (numbers * 7919 + position) % model.vocab_size, positions, numbers

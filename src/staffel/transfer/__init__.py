@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from staffel.config import ConfigError
 from staffel.control.messages import KvRegion
 from staffel.transfer.base import KvMemory, KvShape, Peer, Unreachable
+from staffel.transfer.cuda import CudaMemory, CudaPeer
 from staffel.transfer.shm import SharedMemory, SharedPeer
 
 __all__ = ["KvMemory", "KvShape", "Peer", "Unreachable", "attach", "create"]
 
-_PEERS = {"shm": SharedPeer}
+_CPU = torch.device("cpu")
+_PEERS = {"shm": SharedPeer, "cuda": CudaPeer}
 _LAYOUT = ("kind", "layers", "block_size", "kv_heads", "k_width", "v_width", "dtype")
 
 
-def create(shape: KvShape, kind: str = "shm") -> KvMemory:
-    """Memory for a KV cache that peers can read.
+def create(shape: KvShape, device: torch.device = _CPU) -> KvMemory:
+    """Memory on that device for a KV cache that peers can read.
 
     Raises:
-        ConfigError: unknown `kind`, or not enough memory.
+        ConfigError: there is not enough memory.
     """
-    if kind != "shm":
-        raise ConfigError(f"transfer: no way to share KV of kind {kind!r}; there is shm")
-    return SharedMemory(shape)
+    return CudaMemory(shape, device) if device.type == "cuda" else SharedMemory(shape)
 
 
 def attach(region: KvRegion, own: KvMemory) -> Peer:
@@ -33,7 +35,8 @@ def attach(region: KvRegion, own: KvMemory) -> Peer:
     """
     check_layout(region, own.region)
     if region.kind not in _PEERS:
-        raise ConfigError(f"transfer: no way to read KV of kind {region.kind!r}; there is shm")
+        known = ", ".join(_PEERS)
+        raise ConfigError(f"transfer: no way to read KV of kind {region.kind!r}; there is {known}")
     return _PEERS[region.kind](region, own)
 
 

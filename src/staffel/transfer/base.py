@@ -66,7 +66,11 @@ class Peer(Protocol):
     """The reader's side: another instance's cache."""
 
     def read_blocks(self, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy the peer's `source_blocks[i]` to the own `blocks[i]`."""
+        """Copy the peer's `source_blocks[i]` to the own `blocks[i]`; until `finish` the copy may
+        still be under way."""
+
+    def finish(self) -> None:
+        """Wait until what was asked for is copied."""
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         """Whether `dispatch` lives in the peer's `slot` now.

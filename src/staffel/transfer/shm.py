@@ -23,8 +23,9 @@ _NAME = "staffel-kv"
 _WORD = 8
 
 
-def _padded(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+def words_bytes(slots: int) -> int:
+    """Of a region, what its generation words take: whole pages."""
+    return -(-slots * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class _Layout:
@@ -35,7 +36,7 @@ class _Layout:
         self.num_blocks = num_blocks
         self.k_block = k_block
         self.v_block = v_block
-        self.k = _padded(slots * _WORD)
+        self.k = words_bytes(slots)
         self.v = self.k + num_blocks * k_block
         self.size = self.v + num_blocks * v_block
 
@@ -53,7 +54,8 @@ class _Layout:
         """The bytes of K and of V: uint8 [num_blocks, bytes of a block]."""
         k = np.frombuffer(memory, np.uint8, self.num_blocks * self.k_block, self.k)
         v = np.frombuffer(memory, np.uint8, self.num_blocks * self.v_block, self.v)
-        return k.reshape(self.num_blocks, -1), v.reshape(self.num_blocks, -1)
+        sizes = (self.num_blocks, self.k_block), (self.num_blocks, self.v_block)
+        return k.reshape(sizes[0]), v.reshape(sizes[1])
 
 
 class SharedMemory:
@@ -112,6 +114,9 @@ class SharedPeer:
         for source, block in zip(source_blocks, blocks, strict=True):
             self._own_k[block] = self._k[source]
             self._own_v[block] = self._v[source]
+
+    def finish(self) -> None:
+        pass  # it was done at once
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         return int(self._words[slot]) == dispatch

@@ -12,7 +12,6 @@
  * across lanes.
  */
 #include <omp.h>
-#include <stddef.h>
 #include <string.h>
 
 #include "paged.h"

@@ -2,6 +2,7 @@
 #ifndef STAFFEL_PAGED_H
 #define STAFFEL_PAGED_H
 
+#include <stddef.h>
 #include <string.h>
 
 #include "common.h"
@@ -39,6 +40,7 @@ typedef struct {
     int64_t window;
     double scaling, softcap;
 } Call;
+_Static_assert(offsetof(Call, layer) == 19 * 8, "kernels/attention.py has the fields before it");
 
 typedef struct {
     int64_t sequence, first, tokens;
