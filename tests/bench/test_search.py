@@ -51,6 +51,24 @@ def test_the_goodput_of_an_exact_queue() -> None:
     assert np.median([(g.high - g.low) / 2 / g.value for g in values]) < 0.05
 
 
+def test_how_long_requests_take_is_not_learnt_from_an_overloaded_server() -> None:
+    """Else the rates below one that couldn't be sent would seem to take too long to probe."""
+
+    def probe(rate: float, tpot: float) -> Probe:
+        records = Server(service=0.01, tpot=tpot).records(np.arange(0, 60, 1 / rate))
+        return probe_of(records, SLO_, rate)
+
+    search = GoodputSearch(TARGET, SLO_, 3.0, 600)
+    search.next_probe(0.0)
+    search.add(probe(3, tpot=0.2))
+    assert search.next_probe(70.0).rate == pytest.approx(9)
+    late = msgspec.structs.replace(FINE, kept_up=False)
+    search.add(msgspec.structs.replace(probe(9, tpot=5), generator=late))
+    plan = search.next_probe(400.0)
+    assert plan is not None
+    assert plan.rate == pytest.approx(27**0.5)
+
+
 def test_it_ends_when_the_interval_is_narrow_enough() -> None:
     outcome = found(Server(), 3600, precision=0.1)
     goodput = outcome.goodput

@@ -254,8 +254,12 @@ class GoodputSearch:
         return sum(seen.short for seen in self._seen if seen.rate == rate)
 
     def _took(self, rate: float) -> float:
-        """Seconds that a request took at the rate next to this one; 0: not known."""
+        """Seconds that a request took at the rate next to this one; 0: not known.
+
+        Of an overloaded server that is how long the run was, and says nothing of lower rates.
+        """
         known = [seen for seen in self._seen if 0 < seen.took < math.inf]
+        known = [seen for seen in known if seen.tells] or known
         nearest = min(known, key=lambda seen: abs(math.log(seen.rate / rate)), default=None)
         return 0.0 if nearest is None else nearest.took
 
