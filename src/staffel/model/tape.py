@@ -174,6 +174,8 @@ def _decides(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether it lets numbers decide what is computed, or draws some."""
     if func is _aten.index.Tensor:  # its tag is for masks
         return any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1]))
+    if func is _aten.dropout.default:
+        return bool(args[2])  # in training alone
     return bool(_DEPENDS.intersection(func.tags))
 
 
