@@ -27,7 +27,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, options in PLACEMENTS.items():
-        with serving(options, "2048"):
+        with serving(options, "4096"):
             subprocess.run(
                 staffel(
                     "bench", "interference", URL, "--streams", "4", "--lengths", "128,256,512",
