@@ -25,7 +25,6 @@ sys.path.insert(0, str(ROOT))
 
 from staffel.bench.search import GoodputSearch  # noqa: E402
 from staffel.config import SLO  # noqa: E402
-from staffel.terminal import print_table  # noqa: E402
 from tests.bench.virtual import Server, poisson, run_probe, run_search  # noqa: E402
 
 
@@ -137,12 +136,17 @@ def main() -> None:
     options = parser.parse_args()
     head = ["target, server", "truth, req/s", "searches", "without answer", "interval holds it",
             "off by (median)", "error", "half the width", "probes", "requests"]  # fmt: skip
-    rows = [head]
+    _print(head)
+    _print(["---"] * len(head))
     with ProcessPoolExecutor() as pool:
         for name in options.case:
             names, seeds = [name] * options.searches, range(options.searches)
-            rows.append(row(name, list(pool.map(search, names, seeds))))
-    print_table(rows)
+            _print(row(name, list(pool.map(search, names, seeds))))
+
+
+def _print(cells: list[str]) -> None:
+    """A row of the table, once it is known."""
+    print("|", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":
