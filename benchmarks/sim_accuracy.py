@@ -175,7 +175,7 @@ def _token_cpu(folder: Path, slo: SLO) -> float:
     probe = really(folder, "cpu", 4, 100, slo)
     server = _server_cpu() - before
     seconds = max(record.ended or 0.0 for record in probe.records)
-    tokens = sum(record.tokens or 0 for record in probe.records)
+    tokens = sum(record.tokens for record in probe.records)
     return (server + probe.generator.cpu_share * seconds) / tokens
 
 

@@ -52,7 +52,7 @@ from staffel.model.sampler import SamplingState, sample  # noqa: E402
 from staffel.model.shapes import BatchShape  # noqa: E402
 from staffel.model.station import Stage  # noqa: E402
 from staffel.terminal import out, print_table  # noqa: E402
-from tests.model.driver import Driver, Seat  # noqa: E402
+from tests.model.driver import Driver  # noqa: E402
 from tests.model.families import make_model, mixed_prompts, reference  # noqa: E402
 from tests.model.test_attention import Scene  # noqa: E402
 
@@ -124,22 +124,13 @@ def _hand_over(source: Driver, target: Driver, prompt: list[int]) -> list[int]:
     first = source.enter(prompt, GREEDY)
     while not first.results:
         source.step([first], CHUNK)
-    taken = target.enter(prompt, GREEDY, first.tokens)
-    taken.blocks, taken.done = [target.free.pop() for _ in first.blocks], first.done
-    target.grown.append((taken.slot, taken.blocks.copy()))
-    confirm = (first.slot, source.dispatch)
-    chunk = ReadChunk("p", 1, first.blocks, taken.blocks, confirm)
+    taken = target.take_over(first)
+    chunk = ReadChunk("p", 1, first.blocks, taken.blocks, (first.slot, source.dispatch))
     assert target.run(reads=(chunk,)).reads == [True]
     source.leave(first)
-    tokens = first.tokens + _go_on(target, taken)
+    tokens = first.tokens + target.go_on(taken).tokens
     target.leave(taken)
     return tokens
-
-
-def _go_on(driver: Driver, seat: Seat) -> list[int]:
-    while len(seat.results) < TOKENS - len(seat.outputs):
-        driver.step([seat], CHUNK)
-    return seat.tokens
 
 
 # ---- 2. attention, in the width that serves
@@ -258,7 +249,7 @@ def _decode_beside(driver: Driver, batch: int, blocks: int) -> tuple[float, floa
         taken = list(range(at, at + part))
         for seat in seats:
             driver.advance(seat, 1)
-        chunk = ReadChunk("owner", 1, taken, taken, (0, 1))
+        chunk = ReadChunk("owner", 1, taken, taken, None)
         slots = tuple(seat.slot for seat in seats)
         beside.append(_timed(lambda slots=slots, c=chunk: driver.run(decodes=slots, reads=(c,))))
     for seat in seats:

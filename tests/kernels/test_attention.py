@@ -13,7 +13,7 @@ from torch import Tensor
 
 from staffel.config import ConfigError
 from staffel.kernels import library
-from staffel.kernels.attention import tiles
+from staffel.kernels.attention import MOST_ROWS
 from staffel.model.attention import Flavour, PackedStep
 from staffel.model.attention_kernels import KernelAttention
 from staffel.model.cache import PagedCache
@@ -258,7 +258,10 @@ def test_a_table_that_is_too_short_is_refused() -> None:
 
 def test_tiles_cover_each_token_once() -> None:
     counts = np.array([1, 100, 42, 43])
-    table, rows = tiles(counts, group=3)
+    group = 3
+    step = PackedStep(np.zeros((4, 7), np.int64), np.zeros(4, np.int64), counts)
+    table = step.tiles(MOST_ROWS // group)
+    rows = table[:, 2].max() * group
     assert rows == 126
     covered = [(s, first + i) for s, first, tokens in table for i in range(tokens)]
     assert covered == [(s, i) for s, count in enumerate(counts) for i in range(count)]

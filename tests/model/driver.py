@@ -106,6 +106,20 @@ class Driver:
             if row.sample:
                 seat.results.append(found)
 
+    def take_over(self, seat: Seat) -> Seat:
+        """A seat with blocks for what another driver's `seat` has computed; nothing is read yet."""
+        taken = self.enter(seat.prompt, seat.params, seat.tokens)
+        taken.blocks = [self.free.pop() for _ in seat.blocks]
+        taken.done = seat.done
+        self.grown.append((taken.slot, taken.blocks.copy()))
+        return taken
+
+    def go_on(self, seat: Seat, chunk: int = 5) -> Seat:
+        """To its max_tokens, nothing else running."""
+        while len(seat.results) < seat.params.max_tokens - len(seat.outputs):
+            self.step([seat], chunk)
+        return seat
+
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, chunk: int = 16, at_once: int = 9
     ) -> list[Seat]:

@@ -108,5 +108,5 @@ def test_a_step_at_fixed_places_filled_up_with_nothing() -> None:
 
 def test_enough_programs_for_a_gpu_and_no_more() -> None:
     assert [attention_triton._parts(n) for n in (1, 8, 64, 512, 4096)] == [16, 16, 8, 1, 1]
-    tiles = attention_triton._tiles(np.array([1, 5, 4]), 4)
-    assert tiles.tolist() == [[0, 0, 1], [1, 0, 4], [1, 4, 1], [2, 0, 4]]
+    step = PackedStep(np.zeros((3, 2), np.int64), np.zeros(3, np.int64), np.array([1, 5, 4]))
+    assert step.tiles(4).tolist() == [[0, 0, 1], [1, 0, 4], [1, 4, 1], [2, 0, 4]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from staffel.kernels import elementwise, library
+from staffel.kernels import elementwise, library, linear
 from staffel.model import tape
 from staffel.model.attention import PackedStep
 from staffel.model.tape import Arena, Tapes, Unrecordable
@@ -129,8 +129,6 @@ def test_other_steps_are_not_on_tape() -> None:
 @needs_kernels
 @torch.inference_mode()
 def test_what_a_kernel_finds_wrong_is_said_again() -> None:
-    from staffel.kernels import linear
-
     packed = linear.pack(torch.ones(VOCAB, WIDTH))
 
     class Packed(Toy):

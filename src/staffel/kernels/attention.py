@@ -1,4 +1,4 @@
-"""Attention over a paged cache: what the C function `staffel_attention` takes, and its tiles."""
+"""Attention over a paged cache: what the C function `staffel_attention` takes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from staffel.kernels import library
 
-Ints = np.ndarray[Any, Any]
-
-_ROWS = 126
+MOST_ROWS = 126
 """Most rows (token and head) of a tile: it stays in the second-level cache, and keys are
 transposed once for all of them. A multiple of the rows that the kernel computes at a time."""
 
@@ -64,17 +60,3 @@ def scratch_floats(rows: int, kv_heads: int, k_width: int, v_width: int) -> int:
     integers = [ctypes.c_int64] * 4
     count = library.function("staffel_attention_scratch", *integers, result=ctypes.c_int64)
     return count(rows, kv_heads, k_width, v_width)
-
-
-def tiles(counts: Ints, group: int) -> tuple[Ints, int]:
-    """Cut each sequence's tokens (`counts` of them) into tiles; `group` heads share a kv head.
-
-    Gives int64 [tiles, 3]: sequence, first token, tokens; and the most rows of a tile.
-    """
-    most = max(1, _ROWS // group)
-    sequences = np.repeat(np.arange(len(counts)), -(-counts // most))
-    within = np.arange(len(sequences)) - np.searchsorted(sequences, sequences)
-    first = within * most
-    tokens = np.minimum(counts[sequences] - first, most)
-    table = np.stack([sequences, first, tokens], axis=1)
-    return np.ascontiguousarray(table, np.int64), int(tokens.max()) * group

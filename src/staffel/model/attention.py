@@ -49,6 +49,18 @@ class PackedStep:
         within = np.arange(int(self.counts.sum())) - np.repeat(self.offsets, self.counts)
         return within + np.repeat(self.starts, self.counts)
 
+    def tiles(self, most: int) -> np.ndarray[Any, Any]:
+        """int64 [tiles, 3]: sequence, first token and tokens, of which a tile has up to `most`."""
+        sequences = np.repeat(np.arange(len(self.counts)), -(-self.counts // most))
+        first = (np.arange(len(sequences)) - np.searchsorted(sequences, sequences)) * most
+        tokens = np.minimum(self.counts[sequences] - first, most)
+        return np.stack([sequences, first, tokens], axis=1)
+
+    def only_decodes(self, keep: list[int]) -> bool:
+        """Whether it computes one token of each sequence, and all of them are kept."""
+        size = len(self.counts)
+        return len(keep) == size == int(self.counts.sum()) and keep == list(range(size))
+
 
 class PagedAttention(Protocol):
     """Attention of one model over its paged cache, on one kind of device."""

@@ -63,7 +63,8 @@ class KernelAttention:
         """Raises ValueError where a block table can't be right (a fault of the engine)."""
         parts = (step.tables, step.starts, step.counts, step.offsets)
         # The C struct holds addresses only: what they point to is kept here.
-        self._step = tables, starts, counts, offsets = [_int64(part) for part in parts]
+        self._arrays = tables, starts, counts, offsets = [_int64(part) for part in parts]
+        self._step = step
         shared = self._shared
         shared.sequences, shared.table_stride = tables.shape
         shared.tables, shared.starts = tables.ctypes.data, starts.ctypes.data
@@ -97,8 +98,9 @@ class KernelAttention:
     def _cut(self, heads: int) -> None:
         """Cut the step into tiles for layers with that number of heads."""
         shared = self._shared
-        self._heads = heads
-        self._tiles, shared.tile_rows = kernels.tiles(self._step[2], heads // shared.kv_heads)
+        self._heads, group = heads, heads // shared.kv_heads
+        self._tiles = _int64(self._step.tiles(max(1, kernels.MOST_ROWS // group)))
+        shared.tile_rows = int(self._tiles[:, 2].max()) * group
         shared.tiles, shared.tile_count = self._tiles.ctypes.data, len(self._tiles)
         shared.threads = torch.get_num_threads()
         each = kernels.scratch_floats(

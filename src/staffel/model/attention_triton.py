@@ -145,7 +145,7 @@ def _pad(width: int) -> int:
 def _make_plan(step: PackedStep, cache: PagedCache, group: int) -> _Plan:
     owners, positions = step.owners, step.positions
     blocks = step.tables[owners, positions // cache.block_size]
-    tiles = _tiles(step.counts, max(1, _ROWS // group))
+    tiles = step.tiles(max(1, _ROWS // group))
     only_decodes = int(step.counts.max()) == 1
     return _Plan(
         rows=cache.rows(blocks, positions % cache.block_size),
@@ -156,13 +156,6 @@ def _make_plan(step: PackedStep, cache: PagedCache, group: int) -> _Plan:
         tile_tokens=int(tiles[:, 2].max()),
         parts=_parts(len(tiles) * cache.k.shape[1]) if only_decodes else 1,
     )
-
-
-def _tiles(counts: Ints, most: int) -> Ints:
-    """[tiles, 3]: sequence, first token, tokens, of which a tile has at most `most`."""
-    sequences = np.repeat(np.arange(len(counts)), -(-counts // most))
-    first = (np.arange(len(sequences)) - np.searchsorted(sequences, sequences)) * most
-    return np.stack([sequences, first, np.minimum(counts[sequences] - first, most)], axis=1)
 
 
 def _parts(programs: int) -> int:

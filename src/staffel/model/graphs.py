@@ -66,7 +66,7 @@ class Graphs:
     def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None:
         """[len(keep), vocab] of the packed tokens `keep` of `ids`; None: there is no such graph."""
         size = len(ids)
-        if size > self._sizes[-1] or size != len(step.counts) or keep != list(range(size)):
+        if size > self._sizes[-1] or not step.only_decodes(keep):
             return None
         graph = self._graphs[self._sizes[bisect_left(self._sizes, size)]]
         self._attention.begin_in_place(step, graph.places)

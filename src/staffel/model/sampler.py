@@ -179,12 +179,9 @@ def _draw_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
     """What `_draw` gives for each row, of states that are `free`."""
     keys = [_key(s.params.seed, s.params.choice, s.position) for s in states]
     temperatures = logits.new_tensor([s.params.temperature for s in states], dtype=torch.float64)
-    noise = _gumbel(
-        torch.arange(logits.shape[1], device=logits.device),
-        torch.tensor(keys, device=logits.device).unsqueeze(1),
-    )
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperatures.unsqueeze(1)
-    return (scaled + noise).argmax(-1)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    columns = temperatures.unsqueeze(1), torch.tensor(keys, device=logits.device).unsqueeze(1)
+    return _place(logits, ids, *columns)
 
 
 def _choose(raw: Tensor, state: SamplingState) -> Tensor | int:
@@ -211,14 +208,15 @@ def _draw(row: Tensor, params: SamplingParams, position: int) -> Tensor | int:
     return _place(row, torch.arange(len(row), device=row.device), params.temperature, key)
 
 
-def _place(logits: Tensor, ids: Tensor, temperature: float, key: int) -> Tensor:
-    """Where the largest of logit / temperature + noise is."""
-    return (_scaled(logits, temperature) + _gumbel(ids, key)).argmax()
+def _place(logits: Tensor, ids: Tensor, temperature: float | Tensor, key: int | Tensor) -> Tensor:
+    """Where the largest of logit / temperature + noise is, in a row or in each of several, which
+    have a temperature and a key each, [rows, 1]."""
+    return (_scaled(logits, temperature) + _gumbel(ids, key)).argmax(-1)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Logits over temperature, float64, the largest at 0 so that none can overflow."""
-    return (logits - logits.max()).double() / temperature
+    return (logits - logits.amax(-1, keepdim=True)).double() / temperature
 
 
 # ---- adjusted logits

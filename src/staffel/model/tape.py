@@ -265,10 +265,9 @@ class Tapes:
 
     def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None:
         """[len(keep), vocab] of the packed tokens `keep` of `ids`; None: there is no such tape."""
-        size = len(ids)
-        if size > len(self) or size != len(step.counts) or keep != list(range(size)):
+        if len(ids) > len(self) or not step.only_decodes(keep):
             return None
-        return self._tapes[size - 1].play(ids, step.positions)
+        return self._tapes[len(ids) - 1].play(ids, step.positions)
 
     def __len__(self) -> int:
         return len(self._tapes)

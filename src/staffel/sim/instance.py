@@ -20,7 +20,6 @@ from staffel.control.messages import (
 from staffel.latency.model import Work
 from staffel.sim.clock import Clock
 from staffel.sim.executor import CountingExecutor
-from staffel.sim.host import Host
 from staffel.sim.models import InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Use
 
@@ -37,7 +36,6 @@ class SimulatedInstance:
         link: LinkModel,
         shell: Shell,
         clock: Clock,
-        host: Host,
         send: Callable[[Report], None],
         *,
         prefix_cache: bool,
@@ -51,7 +49,6 @@ class SimulatedInstance:
         self._link = link
         self._step_s = shell.step_s
         self._clock = clock
-        self._host = host
         self._send = send
         self._core = EngineCore(_config(name, model, link, prefix_cache=prefix_cache))
         self._executor = CountingExecutor(model.max_sequences)
@@ -59,6 +56,8 @@ class SimulatedInstance:
         self._stages = [0] * model.pp
         """When each pipeline stage has done what was handed to it."""
         self._flying = 0
+        self._taken_s = 0.0
+        """That others took from its cores since its last step began; the next one is longer."""
 
     @property
     def hello(self) -> Hello:
@@ -71,6 +70,14 @@ class SimulatedInstance:
         return Hello(
             instance=self.name, incarnation=config.incarnation, role=config.role, region=region
         )
+
+    @property
+    def working(self) -> bool:
+        return self._flying > 0
+
+    def give(self, seconds: float) -> None:
+        """Let somebody else have its cores for so long."""
+        self._taken_s += seconds
 
     def deliver(self, order: Order) -> None:
         """A message arrives. It is read between two steps."""
@@ -91,12 +98,10 @@ class SimulatedInstance:
             self._execute(batch)
         elif not self._flying:
             self.computing = None
-            self._host.rest(self.name)
             self._report()
 
     def _execute(self, batch: Batch) -> None:
         result, work = self._executor.execute(batch)
-        self._host.work(self.name)
         seconds = self._seconds(batch, work)
         self.use.count(work, seconds)
         end = self._pass_stages(round(seconds * 1e9 / self.model.pp))
@@ -132,7 +137,8 @@ class SimulatedInstance:
         computing = self._compute_seconds(work)
         reading = self._read_seconds(batch) if batch.reads else 0.0
         together = max(computing, reading) if self._link.beside else computing + reading
-        return together + self._step_s + self._host.collect(self.name)
+        taken, self._taken_s = self._taken_s, 0.0
+        return together + self._step_s + taken
 
     def _compute_seconds(self, work: Work) -> float:
         if not (work.prompts or work.decodes):

@@ -19,7 +19,6 @@ from staffel.control.messages import (
 )
 from staffel.control.router import Actions, News, RouterCore
 from staffel.sim.clock import Clock
-from staffel.sim.host import Host
 from staffel.sim.instance import SimulatedInstance
 from staffel.sim.models import FREE, IDEAL, Arrival, InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Outcome
@@ -95,14 +94,12 @@ class _System:
         self._witness = witness
         self._maker = RequestMaker()
         self._router = RouterCore(_router_config(instances, shell))
-        named = _named(instances)
-        self._host = Host(name for name, _ in named)
         self._instances = {
             name: SimulatedInstance(
-                name, model, link, shell, self._clock, self._host, self._send_report,
+                name, model, link, shell, self._clock, self._send_report,
                 prefix_cache=witness.shares,
             )
-            for name, model in named
+            for name, model in _named(instances)
         }  # fmt: skip
         self._arrivals: Sequence[Arrival] = ()
         self._due: deque[int] = deque()
@@ -176,7 +173,7 @@ class _System:
         if not actions.news:
             return
         if self._token_cpu_s:
-            self._host.spend(self._token_cpu_s * _tokens(actions.news))
+            self._spend(self._token_cpu_s * _tokens(actions.news))
         ended = self._witness.hear(actions.news, now)
         self._summaries += actions.summaries
         if ended:
@@ -184,6 +181,14 @@ class _System:
             self._clock.at(now, self._send_due)
         if self._witness.satisfied:
             self._clock.stop()
+
+    def _spend(self, seconds: float) -> None:
+        """Server and clients need a core for so long: an idle instance's, at nobody's cost; where
+        all are at work, each gives an equal part."""
+        instances = self._instances.values()
+        if all(instance.working for instance in instances):
+            for instance in instances:
+                instance.give(seconds / len(instances))
 
 
 def _tokens(news: Sequence[News]) -> int:

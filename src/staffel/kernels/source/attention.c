@@ -18,7 +18,6 @@
 #include "tile.h"
 
 #define WIDE 12 /* rows from which on transposing keys pays */
-#define LOG2E 1.44269504088896340736
 
 /* A tile's rows of one kv head. */
 typedef struct {

@@ -7,8 +7,7 @@
 #include <omp.h>
 
 #include "common.h"
-
-typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+#include "functions.h"
 
 static inline vec pick(ivec mask, vec yes, vec no) {
     return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));

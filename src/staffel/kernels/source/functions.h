@@ -11,6 +11,8 @@
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+#define LOG2E 1.44269504088896340736
+
 INLINE vec greater(vec a, vec b) {
 #if LANES == 16
     return _mm512_max_ps(a, b);

@@ -11,7 +11,6 @@
 #include "functions.h"
 
 #define CHUNK 64 /* tokens */
-#define LOG2E 1.44269504088896340736
 
 typedef struct {
     const float *logits;
