@@ -55,15 +55,9 @@ def second(spec: ModelSpec) -> Iterator[Driver]:
     driver.executor.close()
 
 
-def go_on(driver: Driver, seat: Seat, chunk: int = 5) -> Seat:
-    while len(seat.results) < seat.params.max_tokens - len(seat.outputs):
-        driver.step([seat], chunk)
-    return seat
-
-
 def alone(driver: Driver, params: SamplingParams, prompt: list[int] = PROMPT) -> Seat:
     """One sequence to its end, nothing else running."""
-    seat = go_on(driver, driver.enter(prompt, params))
+    seat = driver.go_on(driver.enter(prompt, params))
     driver.leave(seat)
     return seat
 
@@ -90,11 +84,11 @@ def test_rows_that_need_no_token_give_none(first: Driver) -> None:
 def test_a_slot_that_is_taken_again_starts_fresh(first: Driver) -> None:
     expected = alone(first, GREEDY).tokens
     other = first.enter([7] * 30, GREEDY)
-    go_on(first, other)
+    first.go_on(other)
     enters = (Enter(other.slot, 99, PROMPT, len(PROMPT), GREEDY),)
     first.run(leaves=(other.slot,), enters=enters)
     again = Seat(other.slot, PROMPT, GREEDY)
-    assert go_on(first, again).tokens == expected
+    assert first.go_on(again).tokens == expected
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
@@ -102,7 +96,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(
     first: Driver, second: Driver, params: SamplingParams
 ) -> None:
     expected = alone(first, params).tokens
-    seat = go_on(second, second.enter(PROMPT, params, expected[:5]))
+    seat = second.go_on(second.enter(PROMPT, params, expected[:5]))
     assert seat.tokens == expected[5:]
 
 
@@ -179,7 +173,7 @@ def test_a_grammar_goes_on_where_the_ids_end(
 @pytest.mark.parametrize("chunk", [4, 5, 100])
 def test_prompt_logprobs_are_the_models(first: Driver, spec: ModelSpec, chunk: int) -> None:
     params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
-    seat = go_on(first, first.enter(PROMPT, params), chunk)
+    seat = first.go_on(first.enter(PROMPT, params), chunk)
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
@@ -208,15 +202,6 @@ def prefill(driver: Driver, params: SamplingParams) -> tuple[Seat, int]:
     return seat, driver.dispatch
 
 
-def take_over(driver: Driver, seat: Seat) -> Seat:
-    """A seat with blocks for what `seat` has computed, but nothing read yet."""
-    taken = driver.enter(seat.prompt, seat.params, seat.tokens)
-    taken.blocks = [driver.free.pop() for _ in seat.blocks]
-    taken.done = seat.done
-    driver.grown.append((taken.slot, taken.blocks.copy()))
-    return taken
-
-
 def read(source: Seat, into: Seat, confirm: tuple[int, int] | None, part: slice) -> ReadChunk:
     return ReadChunk("p", 1, source.blocks[part], into.blocks[part], confirm)
 
@@ -227,7 +212,7 @@ def test_handed_over_kv_goes_on_as_if_it_had_stayed(
 ) -> None:
     source, dispatch = prefill(first, params)
     second.executor.attach("p", 1, first.executor.region)
-    target = take_over(second, source)
+    target = second.take_over(source)
     early = read(source, target, None, slice(0, 2))
     late = read(source, target, (source.slot, dispatch), slice(2, None))
     assert second.run(reads=(early,)).reads == [True]
@@ -235,17 +220,60 @@ def test_handed_over_kv_goes_on_as_if_it_had_stayed(
     result = second.run(reads=(late,), rows=(second.row(target, 1),))
     assert result.reads == [True]
     target.results.append(result.rows[0])
-    go_on(first, source)
-    go_on(second, target)
+    first.go_on(source)
+    second.go_on(target)
     assert target.tokens == source.tokens[1:]
     for ours, theirs in zip(target.results, source.results[1:], strict=True):
         assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-5)
 
 
+class SlowPeer:
+    """A peer whose copies go on beside the step; notes what is asked of it."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def read_blocks(self, source_blocks: list[int], blocks: list[int]) -> None:
+        self._events.append("read")
+
+    def finish(self) -> None:
+        self._events.append("finish")
+
+    def confirm(self, slot: int, dispatch: int) -> bool:
+        self._events.append("confirm")
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_was_read_is_whole_before_it_is_used(
+    first: Driver, second: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is still being copied, before its blocks can be given to another."""
+    events: list[str] = []
+    source, dispatch = prefill(first, GREEDY)
+    target = second.take_over(source)
+    executor = second.executor
+    executor._peers["p", 1] = SlowPeer(events)
+    compute = executor._compute
+    monkeypatch.setattr(executor, "_compute", lambda r: events.append("compute") or compute(r))
+    early = read(source, target, None, slice(0, 2))
+    late = read(source, target, (source.slot, dispatch), slice(2, None))
+    second.run(reads=(early, late), rows=(second.row(target, 1),))
+    assert events == ["read", "read", "finish", "confirm", "compute", "finish"]
+
+
+def test_a_prefill_instance_records_no_decode_steps(spec: ModelSpec) -> None:
+    ours = executor(spec, decodes=False)
+    assert ours._recorded is None
+    ours.close()
+
+
 def test_a_read_whose_source_has_gone_fails(first: Driver, second: Driver) -> None:
     source, dispatch = prefill(first, GREEDY)
     second.executor.attach("p", 1, first.executor.region)
-    target = take_over(second, source)
+    target = second.take_over(source)
     chunk = read(source, target, (source.slot, dispatch), slice(None))
     assert second.run(reads=(chunk,)).reads == [True]
     first.leave(source)
@@ -256,7 +284,7 @@ def test_a_read_whose_source_has_gone_fails(first: Driver, second: Driver) -> No
 
 def test_a_read_from_a_peer_that_is_not_there_fails(first: Driver, second: Driver) -> None:
     source, dispatch = prefill(first, GREEDY)
-    target = take_over(second, source)
+    target = second.take_over(source)
     chunk = read(source, target, (source.slot, dispatch), slice(None))
     region = first.executor.region
     assert second.run(reads=(chunk,)).reads == [False]  # never attached

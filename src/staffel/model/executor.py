@@ -55,8 +55,13 @@ class Executor:
         dtype: Dtype = "auto",
         quantization: Quantization | None = None,
         threads: int | None = None,
+        decodes: bool = True,
     ) -> None:
         """Load the model, check it, and take `kv_bytes` of memory for the cache.
+
+        Args:
+            decodes: False where sequences go on elsewhere after their prompt: then no decode
+                steps are recorded.
 
         Raises:
             ConfigError: the model can't be served rightly, or the memory doesn't do.
@@ -80,11 +85,11 @@ class Executor:
         cache = PagedCache.over(self._memory.k, self._memory.v)
         self._attention = attention_kernels.best(cache)
         hook.connect((layer.module for layer in self._model.layers), self._attention)
-        self._recorded: _Recorded | None = None
-        if place.type == "cuda":
-            self._recorded = _graphs(self._model, self._attention, cache, shape, spec.max_model_len)
-        elif kernels is not None:
-            self._recorded = Tapes(self._model, self._attention, max_sequences)
+        self._recorded = (
+            _record(self._model, self._attention, cache, shape, spec.max_model_len)
+            if decodes
+            else None
+        )
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
         self._grammars = Grammars(path, spec.vocab_size, spec.eos_ids)
@@ -131,14 +136,16 @@ class Executor:
             self._enter(enter)
         for slot, blocks in batch.grown:
             self._slots.grow(slot, blocks)
-        # Where copies run beside the step, they run beside this one.
-        sources = [self._start_read(chunk) for chunk in batch.reads]
+        reads = [self._read(chunk) for chunk in batch.reads]
         rows = [*map(self._slots.next_row, batch.decodes), *batch.rows]
         results = self._compute(rows) if rows else []
+        # Copies that went on beside the step: blocks given up next belong to somebody else.
+        for peer in self._peers.values():
+            peer.finish()
         decoded = results[: len(batch.decodes)]
         return BatchResult(
             results[len(decoded) :],
-            list(map(_finish_read, sources, batch.reads)),
+            reads,
             [result.token for result in decoded],
             {place: result for place, result in enumerate(decoded) if _says_more(result)},
         )
@@ -170,12 +177,15 @@ class Executor:
 
     # ---- reads
 
-    def _start_read(self, chunk: ReadChunk) -> Peer | None:
-        """The peer that is read from, if it is there."""
+    def _read(self, chunk: ReadChunk) -> bool:
         peer = self._peers.get((chunk.source, chunk.source_incarnation))
-        if peer is not None:
-            peer.read_blocks(chunk.source_blocks, chunk.blocks)
-        return peer
+        if peer is None:
+            return False
+        peer.read_blocks(chunk.source_blocks, chunk.blocks)
+        if chunk.confirm is None:
+            return True
+        peer.finish()  # rows of this very batch may use what was read
+        return peer.confirm(*chunk.confirm)
 
     # ---- rows
 
@@ -256,6 +266,15 @@ class _Recorded(Protocol):
     def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None: ...
 
 
+def _record(
+    model: loader.CausalLM, attention: Any, cache: PagedCache, shape: KvShape, max_model_len: int
+) -> _Recorded | None:
+    """Decode steps of the model, where they can be recorded."""
+    if isinstance(attention, attention_kernels.KernelAttention):
+        return Tapes(model, attention, shape.slots)
+    return _graphs(model, attention, cache, shape, max_model_len) if cache.k.is_cuda else None
+
+
 def _graphs(
     model: loader.CausalLM, attention: Any, cache: PagedCache, shape: KvShape, max_model_len: int
 ) -> _Recorded | None:
@@ -269,15 +288,6 @@ def _graphs(
     except RuntimeError as error:  # a pass that decides by what it computes, or too little memory
         log.warning("decode steps aren't captured as CUDA graphs: %s", error)
         return None
-
-
-def _finish_read(peer: Peer | None, chunk: ReadChunk) -> bool:
-    """Whether what was copied is whole, or goes on."""
-    if peer is None:
-        return False
-    # Also what isn't to be confirmed: blocks that are given up next belong to somebody else.
-    peer.finish()
-    return chunk.confirm is None or peer.confirm(*chunk.confirm)
 
 
 def _device(device: Device) -> torch.device:

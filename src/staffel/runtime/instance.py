@@ -154,6 +154,7 @@ def _make_executor(job: InstanceJob) -> Executor:
         quantization=job.spec.quantization,
         device=job.spec.device,
         threads=job.threads,
+        decodes=job.spec.role != "prefill",
         kv_bytes=job.spec.kv_bytes,
         block_size=job.spec.block_size,
         max_sequences=job.spec.max_sequences,
