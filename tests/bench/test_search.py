@@ -116,6 +116,22 @@ def test_long_answers_and_a_short_budget() -> None:
         assert max(probe.rate for probe in outcome.probes) < 12
 
 
+def test_a_run_without_a_settled_part_is_too_high_where_its_requests_miss() -> None:
+    """Requests pile up, so all of it is warm-up and cool-down, and nothing counts."""
+    server, slo = Server(service=0.01, tpot=0.02, tokens=200, crowding=0.1), SLO(tpot=0.05)
+    run = measured(server, slo)
+    search = GoodputSearch(TARGET, slo, 1.0, 900)
+    search.next_probe(0.0)
+    search.add(run(ProbePlan(1.0, 90.0, early=True))[0])
+    probe, _ = run(ProbePlan(12.0, 16.0, early=True))
+    assert len(probe.counted()) < 50
+    assert probe.verdict == "below"
+    search.add(probe)
+    assert search.next_probe(140.0).rate < 12
+    found, _ = search.result()
+    assert 1 < found.value < found.high <= 12
+
+
 def test_an_slo_that_even_an_idle_server_misses() -> None:
     outcome = found(Server(service=0.2))
     assert outcome.goodput is None

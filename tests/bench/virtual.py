@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 from scipy.optimize import brentq
 
-from staffel.bench.judge import Judge
+from staffel.bench.judge import Judge, verdict_of
+from staffel.bench.judge import probe_of as judged
 from staffel.bench.records import Chunk, Record
 from staffel.bench.results import Generator, Interval, Probe
 from staffel.bench.search import GoodputSearch, ProbePlan
-from staffel.bench.stats import attainment
-from staffel.bench.steady import unsteady, window
 from staffel.config import SLO
 
 FINE = Generator(lateness_p99=0.0, cpu_share=0.0, processes=1, kept_up=True)
@@ -133,29 +132,21 @@ def watch(
 def run_probe(
     server: Server, plan: ProbePlan, slo: SLO, target: float, rng: np.random.Generator
 ) -> tuple[Probe, float]:
-    """A probe cut off at its end, and how long it took."""
+    """A probe, and how long it took: until its verdict, or until its last request has ended."""
     records = server.records(poisson(plan.rate, plan.max_seconds, rng))
     judge = Judge(target, slo, plan.rate)
     stop, verdict = watch(records, judge, plan.max_seconds, plan.early)
-    return probe_of(
-        [at(r, stop) for r in records if r.scheduled <= stop], slo, plan.rate, verdict
-    ), stop
+    if verdict is not None and plan.early:
+        known = [at(r, stop) for r in records if r.scheduled <= stop]
+        return probe_of(known, slo, plan.rate, verdict), stop
+    probe = probe_of(records, slo, plan.rate)
+    verdict = verdict_of(probe, slo, target)
+    return msgspec.structs.replace(probe, verdict=verdict), max(r.ended for r in records)
 
 
 def probe_of(records: list[Record], slo: SLO, rate: float, verdict: str | None = None) -> Probe:
-    bounds = window(records, slo)
-    counted = [record for record in records if bounds[0] <= record.scheduled < bounds[1]]
-    return Probe(
-        rate=rate,
-        window=bounds,
-        records=records,
-        attainment=attainment(counted, slo),
-        throughput=sum(bounds[0] <= (r.ended or -1) < bounds[1] for r in records)
-        / max(bounds[1] - bounds[0], 1e-9),
-        unsteady=unsteady(records, bounds, rate),
-        verdict=verdict or "unclear",
-        generator=FINE,
-    )
+    """As the benchmark's own, of a load generator that kept up."""
+    return judged(records, slo, rate, FINE, verdict or "unclear")
 
 
 @dataclass

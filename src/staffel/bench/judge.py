@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from staffel.bench.outcomes import known_at
 from staffel.bench.records import Record
 from staffel.bench.results import Generator, Probe, Verdict
-from staffel.bench.stats import attainment, evidence
+from staffel.bench.stats import Evidence, attainment, evidence
 from staffel.bench.steady import MIN_REQUESTS, growing, unsteady, window
 from staffel.config import SLO
 
@@ -42,6 +42,27 @@ def probe_of(
         verdict=verdict,
         generator=generator,
     )
+
+
+def verdict_of(probe: Probe, slo: SLO, target: float) -> Verdict:
+    """What a run says that went to its end, every request with it."""
+    few = len(probe.counted()) < MIN_REQUESTS
+    share = second_half(probe.records, slo).interval() if few else probe.attainment
+    if share.high < target:
+        return "below"
+    return "above" if share.low >= target and not few else "unclear"
+
+
+def second_half(records: list[Record], slo: SLO) -> Evidence:
+    """What the requests of a run's second half tell, be it warm-up, cool-down or neither.
+
+    Both see less than the usual load, so their attainment can only look too good. That is enough to
+    tell a rate that is too high from a run that is too short to show anything else: where requests
+    pile up, all of it is warm-up and cool-down. Requests too few to count tell nothing.
+    """
+    middle = (records[0].scheduled + records[-1].scheduled) / 2 if records else 0.0
+    late = [record for record in records if record.scheduled > middle]
+    return evidence(late if len(late) >= MIN_REQUESTS else [], slo)
 
 
 class Judge:
@@ -78,7 +99,7 @@ class Judge:
         """A verdict as soon as there is one, and the same ever after; None: go on.
 
         "above" needs a steady run; "below" comes from the attainment or from a growing backlog.
-        A driver whose time is up without a verdict calls the probe "unclear".
+        A driver whose time is up without a verdict asks `verdict_of`.
 
         Args:
             now: seconds on the records' clock.

@@ -18,7 +18,7 @@ import msgspec
 
 from staffel.bench.arrivals import Arrivals, arrival_times
 from staffel.bench.endpoint import Endpoint
-from staffel.bench.judge import Judge, probe_of
+from staffel.bench.judge import Judge, probe_of, verdict_of
 from staffel.bench.load import run_load
 from staffel.bench.prompts import PromptMaker
 from staffel.bench.records import Chunk, Record
@@ -225,12 +225,7 @@ class Measurement:
         probe = probe_of(records, self.slo, rate, generator, verdict)
         if verdict is not None:
             return probe
-        return msgspec.structs.replace(probe, verdict=self._verdict(probe.attainment))
-
-    def _verdict(self, share: Interval) -> Verdict:
-        if share.low >= self.target:
-            return "above"
-        return "below" if share.high < self.target else "unclear"
+        return msgspec.structs.replace(probe, verdict=verdict_of(probe, self.slo, self.target))
 
     @staticmethod
     def _drained_out(watch: Watch) -> bool:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from staffel.bench.fit import Point, goodput
+from staffel.bench.judge import second_half
 from staffel.bench.results import Interval, Probe
-from staffel.bench.stats import evidence, together
+from staffel.bench.stats import Evidence, evidence, together
 from staffel.bench.steady import MIN_REQUESTS, TURNOVERS, residence, too_short
 from staffel.config import SLO, ConfigError
 
@@ -74,6 +75,11 @@ class _Seen:
         return too_short(self.probe.counted(), end - start) is not None
 
     @property
+    def settled(self) -> bool:
+        """Whether it was long enough to have a part with the usual load."""
+        return len(self.probe.counted()) >= MIN_REQUESTS
+
+    @property
     def seconds(self) -> float:
         """How long requests were sent."""
         records = self.probe.records
@@ -137,13 +143,19 @@ class GoodputSearch:
 
     def add(self, probe: Probe) -> None:
         """What became of a probe. Its verdict and attainment are taken as the driver set them."""
-        counted = probe.counted()
-        share = evidence(counted, self._slo)
-        reaches = share.share >= self._target
-        few = len(counted) < MIN_REQUESTS and probe.verdict != "below"
-        tells = probe.generator.kept_up and not (few or (probe.unsteady and reaches))
+        share, tells = self._reading(probe)
         self._seen.append(_Seen(probe, Point(probe.rate, share), tells=tells))
         self._fit = goodput((seen.point for seen in self._seen if seen.tells), self._target)
+
+    def _reading(self, probe: Probe) -> tuple[Evidence, bool]:
+        """What a probe says of its rate, and whether that is used."""
+        counted = probe.counted()
+        share, late = evidence(counted, self._slo), second_half(probe.records, self._slo)
+        few, below = len(counted) < MIN_REQUESTS, probe.verdict == "below"
+        if few and below and late.requests:  # nothing has settled, and it is too high all the same
+            share = late
+        doubtful = (few and not below) or (probe.unsteady and share.share >= self._target)
+        return share, probe.generator.kept_up and not doubtful
 
     def result(self) -> tuple[Interval | None, list[str]]:
         """The goodput in requests per second, and what the user should know about it.
@@ -259,7 +271,7 @@ class GoodputSearch:
         Of an overloaded server that is how long the run was, and says nothing of lower rates.
         """
         known = [seen for seen in self._seen if 0 < seen.took < math.inf]
-        known = [seen for seen in known if seen.tells] or known
+        known = [seen for seen in known if seen.tells and seen.settled] or known
         nearest = min(known, key=lambda seen: abs(math.log(seen.rate / rate)), default=None)
         return 0.0 if nearest is None else nearest.took
 
@@ -272,8 +284,8 @@ class GoodputSearch:
         """An all but idle server missed: at lower rates it does so too."""
         last = self._seen[-1].probe
         length = last.window[1] - last.window[0]
-        took = sum((r.ended or math.inf) - r.scheduled for r in last.counted())
-        return last.verdict == "below" and took < IDLE * length
+        took = [(r.ended or math.inf) - r.scheduled for r in last.counted()]
+        return last.verdict == "below" and bool(took) and sum(took) < IDLE * length
 
     def _at_limit(self) -> bool:
         """Good at the highest rate allowed, or close to one that can't be sent."""
