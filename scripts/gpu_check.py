@@ -1,6 +1,6 @@
 """Is the engine right on this GPU, and how near does it come to what the card can do?
 
-    python scripts/gpu_check.py [--device cuda] [--quick] [--out FILE]
+    python scripts/gpu_check.py [--device cuda] [--quick] [--no-peer] [--out FILE]
 
 Needs no model files and no network: all weights are random. Checks, and prints as a table:
 
@@ -10,7 +10,9 @@ Needs no model files and no network: all weights are random. Checks, and prints 
 3. a handoff of 4,096 tokens of KV from another process: bytes per second, and what it does to the
    decode steps that it runs beside;
 4. step times at the shape of Llama-3.1-8B in bfloat16, beside the limits measured in this run:
-   weights and KV over the copy bandwidth, products over the rate of a large matrix product.
+   weights and KV over the copy bandwidth, products over the rate of a large matrix product;
+5. what `staffel profile` says of its own fit, on a model of about a billion parameters;
+6. the step times of 4 by transformers' own continuous batching, and how many times ours they are.
 
 `--device cpu --quick` rehearses all of it with small sizes. Writes JSON with date, card and
 versions; gpu_check.md says how to run it elsewhere. Fails where something is wrong, not where it
@@ -21,7 +23,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -35,12 +39,15 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.generation import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+os.environ["PYTHONPATH"] = str(ROOT / "src")  # of the processes that `profile` starts
 
-from staffel.config import ModelSpec  # noqa: E402
+from staffel.config import InstanceSpec, ModelSpec  # noqa: E402
 from staffel.control.messages import KvRegion, ReadChunk  # noqa: E402
 from staffel.control.request import SamplingParams  # noqa: E402
 from staffel.model import hook, loader  # noqa: E402
@@ -48,6 +55,7 @@ from staffel.model.attention import Flavour  # noqa: E402
 from staffel.model.attention_kernels import best  # noqa: E402
 from staffel.model.cache import PagedCache  # noqa: E402
 from staffel.model.executor import Executor  # noqa: E402
+from staffel.model.profile import Wanted, profile  # noqa: E402
 from staffel.model.sampler import SamplingState, sample  # noqa: E402
 from staffel.model.shapes import BatchShape  # noqa: E402
 from staffel.model.station import Stage  # noqa: E402
@@ -66,6 +74,10 @@ LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 16_384,
+}  # fmt: skip
+LLAMA_1B = {
+    "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096,
 }  # fmt: skip
 SMALL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -266,17 +278,23 @@ def _timed(work: Any) -> float:
 # ---- 4. fast?
 
 
+def _random_net(config: Any, dtype: torch.dtype, device: str, attention: str) -> PreTrainedModel:
+    with torch.device(device):
+        net = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return net.eval().requires_grad_(False)
+
+
+def _config(shape: dict[str, int]) -> LlamaConfig:
+    return LlamaConfig(**shape, architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2)
+
+
 @contextlib.contextmanager
 def _random_weights(device: str) -> Iterator[None]:
     """Let models be made up in memory instead of read: 16 GB would take a minute to write."""
     own = loader._read_weights
 
     def make(path: Path, config: Any, dtype: torch.dtype) -> Any:
-        with torch.device(device):
-            net = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=hook.NAME
-            )
-        return net.eval().requires_grad_(False)
+        return _random_net(config, dtype, device, hook.NAME)
 
     loader._read_weights = make
     try:
@@ -287,13 +305,11 @@ def _random_weights(device: str) -> Iterator[None]:
 
 def big_executor(shape: dict[str, int], device: str, dtype: str, quick: bool) -> Executor:
     with tempfile.TemporaryDirectory() as folder, _random_weights(device):
-        LlamaConfig(
-            **shape, architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2
-        ).save_pretrained(folder)
+        _config(shape).save_pretrained(folder)
         spec = ModelSpec.load(Path(folder), name="shape", max_model_len=2048 if quick else 8448)
         return Executor(
-            spec, kv_bytes=(1 << 28) if quick else (42 << 30), max_sequences=16 if quick else 256,
-            device=device, dtype=dtype,
+            spec, kv_bytes=None if device == "cuda" else 1 << 28, device=device, dtype=dtype,
+            max_sequences=16 if quick else 256, chunk_tokens=512 if quick else 8192,
         )  # fmt: skip
 
 
@@ -319,21 +335,27 @@ def speed(
     executor: Executor, shape: dict[str, int], machine: dict[str, float], quick: bool
 ) -> Rows:
     stage = Stage(executor, shape["vocab_size"])
-    context = 256 if quick else 1024
-    cells = [
-        *(BatchShape(decodes=n, context=context) for n in ((1, 16) if quick else (1, 16, 64, 256))),
-        *(BatchShape(prompts=1, new=n) for n in ((128, 512) if quick else (512, 2048, 8192))),
-    ]
     rows = []
-    for cell in cells:
-        for _ in range(3):  # kernels are compiled
+    for cell in cells(quick):
+        for _ in range(3):
             stage.time_step(cell)
         seconds = median(stage.time_step(cell) for _ in range(REPEATS))
         least = _least_seconds(cell, shape, executor.region, machine)
-        name = f"decode {cell.decodes} x {context}" if cell.decodes else f"prefill {cell.new}"
-        rows.append({"check": name, "ms": 1e3 * seconds, "limit_ms": 1e3 * least,
+        rows.append({"check": _name(cell), "ms": 1e3 * seconds, "limit_ms": 1e3 * least,
                      "over_limit": seconds / least})  # fmt: skip
     return rows
+
+
+def cells(quick: bool) -> list[BatchShape]:
+    context = 256 if quick else 1024
+    return [
+        *(BatchShape(decodes=n, context=context) for n in ((1, 16) if quick else (1, 16, 64, 256))),
+        *(BatchShape(prompts=1, new=n) for n in ((128, 512) if quick else (512, 2048, 8192))),
+    ]
+
+
+def _name(cell: BatchShape) -> str:
+    return f"decode {cell.decodes} x {cell.context}" if cell.decodes else f"prefill {cell.new}"
 
 
 def _least_seconds(
@@ -354,6 +376,76 @@ def _least_seconds(
     return max(moved / machine["bytes_per_second"], operations / machine["flops"])
 
 
+# ---- 5. what a profile says of itself
+
+
+def profiled(device: str, dtype: str, quick: bool) -> Rows:
+    """The error of its fit on batches that it did not see, as shares."""
+    with tempfile.TemporaryDirectory() as folder:
+        net = _random_net(
+            _config(SMALL if quick else LLAMA_1B), getattr(torch, dtype), "cpu", "sdpa"
+        )
+        net.save_pretrained(folder)
+        wanted = Wanted(
+            model=ModelSpec.load(Path(folder), name="shape", max_model_len=1024 if quick else 4096),
+            spec=InstanceSpec(
+                role="colocated", device=device, dtype=dtype,
+                kv_memory="64MiB" if quick else "4GiB",
+            ),
+            threads=1,
+            budget=3 if quick else 40,
+        )  # fmt: skip
+        found = profile(wanted, lambda *_: None)
+    return [
+        {"check": f"fit of {e.phase}, {e.region}", "batches": e.points, "median_error": e.median,
+         "p90_error": e.p90}
+        for e in found.errors[1]
+    ]  # fmt: skip
+
+
+# ---- 6. the same by transformers
+
+TAIL = 16
+"""Tokens of the last sequence over which its steps are timed, while all others decode too."""
+ROUNDS = 128
+"""More steps than all prompts take: the first sequence still decodes when the last one does."""
+
+
+def peer(shape: dict[str, int], device: str, dtype: str, ours: Rows, quick: bool) -> Rows:
+    """Step times of transformers' continuous batching; `ours` are those of `speed`."""
+    net = _random_net(_config(shape), getattr(torch, dtype), device, "sdpa")
+    rows = []
+    for cell, own in zip(cells(quick), ours, strict=True):
+        row: dict[str, Any] = {"check": f"transformers, {_name(cell)}"}
+        try:
+            seconds = _peer_step(net, cell)
+            row |= {"ms": 1e3 * seconds, "over_ours": 1e3 * seconds / own["ms"]}
+        except Exception as error:  # what it can't do is no fault of ours
+            row["error"] = repr(error)
+        rows.append(row)
+    return rows
+
+
+def _peer_step(net: PreTrainedModel, cell: BatchShape) -> float:
+    """Median seconds between tokens of the last sequence, or those of a prompt, second time."""
+    tokens = cell.context if cell.decodes else cell.new
+    ids = torch.randint(3, net.config.vocab_size, (max(1, cell.decodes), tokens))
+    options: dict[str, Any] = {
+        "generation_config": GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(allow_block_sharing=False),
+        "record_timestamps": True,
+        "max_new_tokens": ROUNDS + TAIL if cell.decodes else 2,
+    }
+    found = [net.generate_batch(ids.tolist(), **options) for _ in range(1 if cell.decodes else 2)]
+    outputs = list(found[-1].values())
+    if len(outputs) < len(ids) or any(output.error for output in outputs):
+        raise RuntimeError(next((o.error for o in outputs if o.error), "nothing came"))
+    if not cell.decodes:
+        return outputs[0].timestamps[0] - outputs[0].lifespan[0]
+    times = max(outputs, key=lambda output: output.timestamps[0]).timestamps[1 : TAIL + 2]
+    return median(b - a for a, b in itertools.pairwise(times))
+
+
 # ---- all of it
 
 
@@ -361,6 +453,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--no-peer", action="store_true", help="without transformers' step times")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_check.json"))
     options = parser.parse_args()
     device, quick = options.device, options.quick
@@ -387,9 +480,16 @@ def main() -> None:
     shape = SMALL if quick else LLAMA_8B
     keep("machine", limits(device, getattr(torch, dtype), quick))
     executor = big_executor(shape, device, dtype, quick)
+    keep("kv_bytes", executor.region.size)
     keep("speed", speed(executor, shape, found["machine"], quick))
     keep("handoff", handoff(executor, device, 512 if quick else 4096, 4 if quick else 16))
     executor.close()
+    del executor
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    keep("profile", profiled(device, dtype, quick))
+    if not options.no_peer:
+        keep("peer", peer(shape, device, dtype, found["speed"], quick))
     rows = [*found["equality"], *found["attention"]]
     wrong = [row["check"] for row in rows if row["right"] < row["of"]]
     out.print(f"took {found['seconds']:.0f} s; wrong: {', '.join(wrong) or 'nothing'}")

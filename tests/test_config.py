@@ -38,6 +38,17 @@ def test_placement_file(tmp_path: Path) -> None:
     names = [name for name, _ in loaded.each()]
     assert names == ["prefill-0", "prefill-1", "decode-0"]
     assert loaded.instances[0].kv_bytes == 2 * 2**30
+    assert loaded.instances[1].kv_bytes == 2**30
+
+
+def test_kv_of_a_gpu_is_what_is_left_unless_it_is_told(tmp_path: Path) -> None:
+    loaded = placement(
+        "instances:\n  - {role: colocated, device: cuda}\n"
+        "  - {role: colocated, device: cuda, kv_memory: 2GiB, cuda_graphs: false}\n",
+        tmp_path,
+    )
+    assert [spec.kv_bytes for spec in loaded.instances] == [None, 2 * 2**30]
+    assert loaded.instances[0].gpu_share == 0.9
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,20 @@ def test_placement_file(tmp_path: Path) -> None:
         ("instances: [{role: colocated, quantization: int8, dtype: bfloat16}]", "quantization"),
         ("instances: [{role: colocated, quantization: int8, device: cuda}]", "quantization"),
         ("instances: [{role: prefill, policy: chunked}, {role: decode}]", "policy"),
+        ("instances: [{role: colocated, cuda_graphs: false}]", "cuda_graphs: is for GPUs"),
+        (
+            "instances: [{role: colocated, gpu_memory_utilization: 0.5}]",
+            "gpu_memory_utilization: is for GPUs",
+        ),
+        (
+            "instances: [{role: colocated, device: cuda, gpu_memory_utilization: 90}]",
+            "gpu_memory_utilization: must be",
+        ),
+        (
+            "instances: [{role: colocated, device: cuda, gpu_memory_utilization: 0.5, "
+            "kv_memory: 2GiB}]",
+            "kv_memory settles",
+        ),
         ("a: [", "placement"),
     ],
 )

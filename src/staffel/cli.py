@@ -106,7 +106,14 @@ def serve(
     kv_memory: Annotated[
         str | None,
         typer.Option(
-            help="KV cache of each instance, in bytes. [default: 1GiB]",
+            help="KV cache of each instance, in bytes. [default: 1GiB; on a GPU what is left]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for all instances on it. [default: 0.9]",
             rich_help_panel=_PLACEMENT,
         ),
     ] = None,
@@ -140,6 +147,14 @@ def serve(
     device: Annotated[
         DeviceName | None,
         typer.Option(help="[default: auto]", rich_help_panel=_PLACEMENT),
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            help="Capture a GPU's decode steps. [default: cuda-graphs]",
+            rich_help_panel=_PLACEMENT,
+        ),
     ] = None,
     threads: Annotated[
         int | None,
@@ -216,11 +231,13 @@ def serve(
         "policy": policy and policy.value,
         "chunk_tokens": chunk_tokens,
         "kv_memory": kv_memory,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
         "max_sequences": max_sequences,
         "dtype": dtype and dtype.value,
         "quantization": quantization and quantization.value,
         "device": device and device.value,
+        "cuda_graphs": cuda_graphs,
         "threads": threads,
     }
     given = {name: value for name, value in instance_options.items() if value is not None}

@@ -20,6 +20,11 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
 
+CPU_KV_MEMORY = "1GiB"
+"""KV cache of an instance on a CPU, unless it is told otherwise."""
+GPU_MEMORY_UTILIZATION = 0.9
+"""The rest is for what can't be foreseen: other libraries' workspaces, fragments."""
+
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}ib": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
 _UNITS |= {f"{u}b": 1000 ** (i + 1) for i, u in enumerate("kmgt")}
@@ -166,14 +171,19 @@ class InstanceSpec(
     """Most tokens of one step; longer prompts are prefilled in chunks."""
     max_sequences: int = 128
     """Most sequences that an instance holds at a time."""
-    kv_memory: str = "1GiB"
-    """Bytes of KV cache."""
+    kv_memory: str | None = None
+    """Bytes of KV cache; None: 1 GiB on a CPU, and on a GPU what is left of its memory."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that is used by all instances on it; None: 0.9."""
     block_size: int = 16
     """Tokens of one block."""
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
     """Weights in fewer bits, made when the model is loaded; None: as they are."""
     device: Device = "auto"
+    cuda_graphs: bool = True
+    """Whether a GPU's decode steps are captured and played again. Without, a step is many launches,
+    start-up is faster, and the graphs' memory is free."""
     threads: int | None = None
     """CPU threads; None: the machine's cores shared out."""
 
@@ -185,8 +195,10 @@ class InstanceSpec(
             raise ConfigError("threads: must be at least 1")
         if self.policy is not None and self.role != "colocated":
             raise ConfigError(f"policy: is for colocated instances, not for role {self.role}")
-        parse_bytes(self.kv_memory, "kv_memory")
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory, "kv_memory")
         self._check_quantization()
+        self._check_gpu()
 
     def _check_quantization(self) -> None:
         if self.quantization is None:
@@ -201,9 +213,32 @@ class InstanceSpec(
                 f"quantization: {self.quantization} is for CPUs; leave device or quantization out"
             )
 
+    def _check_gpu(self) -> None:
+        share = self.gpu_memory_utilization
+        if self.device != "cuda" and (share is not None or not self.cuda_graphs):
+            field = "cuda_graphs" if share is None else "gpu_memory_utilization"
+            raise ConfigError(f"{field}: is for GPUs; add device: cuda, or leave it out")
+        if share is None:
+            return
+        if not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization: must be above 0 and at most 1, like 0.9")
+        if self.kv_memory is not None:
+            raise ConfigError(
+                "gpu_memory_utilization: kv_memory settles the KV cache already; "
+                "leave one of them out"
+            )
+
     @property
-    def kv_bytes(self) -> int:
-        return parse_bytes(self.kv_memory, "kv_memory")
+    def kv_bytes(self) -> int | None:
+        """None: what is left of the GPU's memory."""
+        if self.kv_memory is None and self.device == "cuda":
+            return None
+        return parse_bytes(self.kv_memory or CPU_KV_MEMORY, "kv_memory")
+
+    @property
+    def gpu_share(self) -> float:
+        """Of the GPU's memory, for all instances on it."""
+        return self.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
 
 class Placement(

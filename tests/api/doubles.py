@@ -66,7 +66,7 @@ class ScriptedEngineDouble:
         return 9
 
     def status(self) -> list[StatusDouble]:
-        load = Load(2, 1, 3, 4, 5, 16, 7, 8)
+        load = Load(2, 1, 3, 4, 5, 16, 7, 8, 1 << 20, 0.25)
         return [
             StatusDouble("prefill-0", "prefill", True, load),
             StatusDouble("decode-0", "decode", False, None),

@@ -124,6 +124,8 @@ async def test_metrics(make_app: MakeApp, tokenizer: Tokenizer) -> None:
     assert numbers[f"staffel_instance_waiting{{{prefill}}}"] == 1
     assert numbers[f'staffel_instance_blocks{{{prefill},state="used"}}'] == 7
     assert numbers[f"staffel_instance_preemptions_total{{{prefill}}}"] == 7
+    assert numbers[f"staffel_instance_copied_bytes_total{{{prefill}}}"] == 1 << 20
+    assert numbers[f"staffel_instance_copied_seconds_total{{{prefill}}}"] == 0.25
     assert numbers['staffel_instance_ready{instance="decode-0",role="decode"}'] == 0
 
 

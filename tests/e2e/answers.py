@@ -47,3 +47,7 @@ def _check_who_worked(
     for role in {name.rpartition("-")[0] for name in now}:
         of_role = sum(count for name, count in counts.items() if name.startswith(role))
         assert of_role == requests, counts
+    for name, state in now.items():
+        if name.startswith("decode"):
+            assert state.copied_bytes > before[name].copied_bytes
+            assert state.copied_seconds > before[name].copied_seconds

@@ -36,6 +36,8 @@ class InstanceState:
     pinned: int = 0
     started: int = 0
     preemptions: int = 0
+    copied_bytes: int = 0
+    copied_seconds: float = 0.0
     free: int = 0
     cached: int = 0
     used: int = 0
@@ -167,14 +169,15 @@ class Server:
 
     def instances(self) -> dict[str, InstanceState]:
         """By name, in the order of the placement."""
-        fields: dict[str, dict[str, int]] = {}
+        fields: dict[str, dict[str, Any]] = {}
         for family in text_string_to_metric_families(self.http.get("/metrics").text):
             for sample in family.samples:
                 if "instance" not in sample.labels:
                     continue
                 name = sample.name.removeprefix("staffel_instance_").removesuffix("_total")
                 field = sample.labels.get("state", name)
-                fields.setdefault(sample.labels["instance"], {})[field] = int(sample.value)
+                value = sample.value if field.endswith("seconds") else int(sample.value)
+                fields.setdefault(sample.labels["instance"], {})[field] = value
         return {name: InstanceState(**values) for name, values in fields.items()}
 
     def requests_over(self) -> int:

@@ -236,8 +236,12 @@ class SlowPeer:
     def read_blocks(self, source_blocks: list[int], blocks: list[int]) -> None:
         self._events.append("read")
 
-    def finish(self) -> None:
+    def wait(self) -> None:
+        self._events.append("wait")
+
+    def finish(self) -> float:
         self._events.append("finish")
+        return 0.25
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         self._events.append("confirm")
@@ -260,8 +264,13 @@ def test_what_was_read_is_whole_before_it_is_used(
     monkeypatch.setattr(executor, "_compute", lambda r: events.append("compute") or compute(r))
     early = read(source, target, None, slice(0, 2))
     late = read(source, target, (source.slot, dispatch), slice(2, None))
-    second.run(reads=(early, late), rows=(second.row(target, 1),))
-    assert events == ["read", "read", "finish", "confirm", "compute", "finish"]
+    result = second.run(reads=(early, late), rows=(second.row(target, 1),))
+    assert events == ["read", "read", "wait", "confirm", "compute", "finish"]
+    blocks = len(early.blocks) + len(late.blocks)
+    assert result.copied_bytes == blocks * (
+        executor._memory.k[0].nbytes + executor._memory.v[0].nbytes
+    )
+    assert result.copied_s == 0.25
 
 
 def test_a_prefill_instance_records_no_decode_steps(spec: ModelSpec) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from staffel.config import ConfigError, ModelSpec
-from staffel.kernels import library
+from staffel.kernels import elementwise, library
 from staffel.model import fuse, loader, pack, selfcheck
 from staffel.model.executor import Executor
 from staffel.model.loader import CausalLM
@@ -110,7 +110,7 @@ class OddRMSNorm(nn.Module):
 
 def test_a_norm_with_another_formula() -> None:
     with torch.inference_mode():
-        assert fuse.rms_norm(OddRMSNorm()) is None
+        assert fuse.rms_norm(OddRMSNorm(), elementwise) is None
 
 
 class Mlp(nn.Module):
@@ -127,7 +127,7 @@ class Mlp(nn.Module):
 def test_an_mlp_with_another_formula(extra: float, found: str | None) -> None:
     mlp = Mlp(extra)
     with torch.inference_mode():
-        assert fuse.gate_of(mlp, [mlp.gate, mlp.up], mlp.down, 8) == found
+        assert fuse.gate_of(mlp, [mlp.gate, mlp.up], mlp.down, 8, elementwise) == found
 
 
 # ---- layers that share an input

@@ -9,6 +9,11 @@ import pytest
 from staffel.config import ConfigError, InstanceSpec, ModelSpec, ParallelSpec, Placement
 from staffel.runtime.deployment import make_jobs, share_cores
 
+MODEL = ModelSpec(
+    name="m", path="m", model_type="llama", architecture="Llama", vocab_size=8,
+    max_model_len=8, eos_ids=(),
+)  # fmt: skip
+
 
 def specs(*threads: int | None) -> list[InstanceSpec]:
     return [InstanceSpec(role="colocated", threads=count) for count in threads]
@@ -43,10 +48,19 @@ def test_nobody_is_pinned_where_cores_are_too_few() -> None:
 def test_what_can_only_be_planned_is_refused_by_name(
     instance: dict[str, Any], placement: dict[str, Any], named: str
 ) -> None:
-    model = ModelSpec(
-        name="m", path="m", model_type="llama", architecture="Llama", vocab_size=8,
-        max_model_len=8, eos_ids=(),
-    )  # fmt: skip
     planned = Placement(instances=(InstanceSpec(role="colocated", **instance),), **placement)
     with pytest.raises(ConfigError, match=f"{named} can't be served yet"):
-        make_jobs(planned, model, endpoint="ipc:///nowhere")
+        make_jobs(planned, MODEL, endpoint="ipc:///nowhere")
+
+
+def test_instances_on_gpus_know_their_turn() -> None:
+    placement = Placement(
+        instances=(
+            InstanceSpec(role="prefill", count=2, device="cuda"),
+            InstanceSpec(role="decode", device="cuda"),
+            InstanceSpec(role="colocated", device="cpu"),
+        )
+    )
+    jobs = make_jobs(placement, MODEL, endpoint="ipc:///nowhere")
+    turns = {job.name: job.gpu_turn for job in jobs if job.spec.device == "cuda"}
+    assert turns == {"prefill-0": (0, 3), "prefill-1": (1, 3), "decode-0": (2, 3)}

@@ -179,6 +179,8 @@ def test_another_process_is_read_and_its_death_is_survived(own: KvMemory) -> Non
         peer.read_blocks([5], [0])
         assert (own.k[0] == 5).all()
         assert (own.v[0] == 6).all()
+        assert 0 < peer.finish() < 1
+        assert peer.finish() == 0
     finally:
         owner.kill()
         owner.communicate()

@@ -92,10 +92,18 @@ class _Instances:
         for field, text in (
             ("preemptions", "Sequences that had to go for want of blocks."),
             ("started", "Dispatches that ran here."),
+            ("copied_bytes", "Of KV, read from other instances."),
         ):
             yield _per_instance(
                 f"staffel_instance_{field}", text, instances, field, CounterMetricFamily
             )
+        yield _per_instance(
+            "staffel_instance_copied_seconds",
+            "That the instance spent copying KV from others; copied_bytes over it is the speed.",
+            instances,
+            "copied_s",
+            CounterMetricFamily,
+        )
 
     def describe(self) -> list[Metric]:
         return []
@@ -115,7 +123,7 @@ def _per_instance(
     for status in instances:
         source = status if field == "ready" else status.load
         if source is not None:
-            metric.add_metric([status.instance, status.role], int(getattr(source, field)))
+            metric.add_metric([status.instance, status.role], float(getattr(source, field)))
     return metric
 
 

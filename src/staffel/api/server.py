@@ -241,4 +241,6 @@ def _banner(model: ModelSpec, options: ServeOptions, jobs: list[InstanceJob]) ->
 
 def _describe(job: InstanceJob) -> str:
     where = f"cores {','.join(map(str, job.cores))}" if job.cores else f"{job.threads} threads"
-    return f"{job.name}: {where}, KV {job.spec.kv_memory}"
+    kv_bytes = job.spec.kv_bytes
+    kv = "what its GPU has left" if kv_bytes is None else f"{kv_bytes / 2**20:g} MiB"
+    return f"{job.name}: {where}, KV {kv}"

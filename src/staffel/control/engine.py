@@ -97,6 +97,8 @@ class EngineCore:
         self._last_load: Load | None = None
         self._preemptions = 0
         self._started = 0
+        self._copied_bytes = 0
+        self._copied_s = 0.0
 
     # ---- what the shell calls
 
@@ -129,6 +131,8 @@ class EngineCore:
         """Take back the result of the oldest batch in flight."""
         flight = self._flights.pop(batch_id)
         self._committed = batch_id
+        self._copied_bytes += result.copied_bytes
+        self._copied_s += result.copied_s
         for (sequence, last), good in zip(flight.reads, result.reads, strict=True):
             if not sequence.over:
                 self._commit_read(sequence, last, good, now)
@@ -613,4 +617,6 @@ class EngineCore:
             total_blocks=self.blocks.num_blocks,
             preemptions=self._preemptions,
             started=self._started,
+            copied_bytes=self._copied_bytes,
+            copied_s=self._copied_s,
         )

@@ -226,6 +226,10 @@ class Load(Struct, frozen=True, array_like=True):
     preemptions: int
     started: int
     """Dispatches that ever ran here."""
+    copied_bytes: int
+    """Of KV, ever read from other instances."""
+    copied_s: float
+    """Seconds that it took to copy them."""
 
 
 class Report(Struct, frozen=True, tag=True):
@@ -334,6 +338,10 @@ class BatchResult(Struct, frozen=True, array_like=True):
     """Drawn for the decodes."""
     details: dict[int, RowResult] = {}
     """By place among the decodes, where there is more to say than the token."""
+    copied_bytes: int = 0
+    """Of KV, by the reads."""
+    copied_s: float = 0.0
+    """Seconds that they took; on a GPU beside the step."""
 
 
 # ---- router to API

@@ -200,7 +200,8 @@ class Places:
 # ---- kernels
 
 
-@triton.jit
+# Numbers that change from step to step, or layer to layer, would each be compiled for anew.
+@triton.jit(do_not_specialize=["layer_rows"])
 def _write(
     k, v, k_cache, v_cache, rows, layer_rows, k_token, k_head, v_token, v_head, kv_heads,
     K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
@@ -215,7 +216,7 @@ def _write(
     tl.store(v_cache + place * V + j, value, mask=j < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_rows", "table_stride", "window"])
 def _attend(
     q, k_cache, v_cache, out, partial, sums, sinks, tables, starts, offsets, tiles,
     table_stride, layer_rows, block_rows, q_token, q_head, kv_heads, window, scaling, softcap,

@@ -32,6 +32,27 @@ class PagedCache:
         """Over tensors [num_blocks, layers, block_size, kv_heads, width]."""
         return cls(k.flatten(0, 2), v.flatten(0, 2), k.shape[1], k.shape[2])
 
+    @classmethod
+    def scratch(
+        cls,
+        kv_shape: tuple[int, int, int],
+        layers: int,
+        blocks: int,
+        block_size: int,
+        *,
+        like: Any,
+    ) -> PagedCache:
+        """Over memory of its own, of the dtype and on the device of `like`.
+
+        Args:
+            kv_shape: KV heads, K width and V width.
+        """
+        kv_heads, *widths = kv_shape
+        shape = (blocks, layers, block_size, kv_heads)
+        place = {"dtype": like.dtype, "device": like.device}
+        k, v = (torch.zeros(*shape, width, **place) for width in widths)
+        return cls.over(k, v)
+
     def rows(self, blocks: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> torch.Tensor:
         """Row numbers in layer 0 of the tokens at `offsets` within `blocks` (same shapes)."""
         rows = blocks * (self.layers * self.block_size) + offsets

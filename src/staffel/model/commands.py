@@ -51,8 +51,12 @@ def profile(
         str | None, typer.Option(help="int8: weights in 8 bits. [default: as they are]")
     ] = None,
     kv_memory: Annotated[
-        str, typer.Option(help="KV cache of each of the two instances that are started.")
-    ] = "1GiB",
+        str | None,
+        typer.Option(
+            help="KV cache of each of the two instances that are started. "
+            "[default: 1GiB; on a GPU what is left]"
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     max_model_len: Annotated[
         int | None,
@@ -67,7 +71,8 @@ def profile(
     def run() -> None:
         _check(tp, device, dtype, quantization)
         _check_folder(output)
-        parse_bytes(kv_memory, "--kv-memory")  # which the spec would call by another name
+        if kv_memory is not None:
+            parse_bytes(kv_memory, "--kv-memory")  # which the spec would call by another name
         spec = InstanceSpec(
             role="colocated",
             kv_memory=kv_memory,

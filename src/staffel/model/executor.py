@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from staffel.config import ConfigError, Device, Dtype, ModelSpec, Quantization
+from staffel.config import (
+    GPU_MEMORY_UTILIZATION,
+    ConfigError,
+    Device,
+    Dtype,
+    ModelSpec,
+    Quantization,
+)
 from staffel.control.messages import (
     Batch,
     BatchResult,
@@ -23,7 +30,7 @@ from staffel.control.messages import (
     RowResult,
 )
 from staffel.kernels import library
-from staffel.model import attention_kernels, hook, loader, pack, selfcheck
+from staffel.model import attention_kernels, hook, loader, memory, pack, selfcheck
 from staffel.model.attention import PackedStep
 from staffel.model.cache import PagedCache, blocks_that_fit
 from staffel.model.grammar import Grammars
@@ -37,6 +44,31 @@ log = logging.getLogger(__name__)
 Ints = np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True)
+class GpuUse:
+    """How an instance uses the machine's GPUs. Without any it doesn't matter."""
+
+    number: int = 0
+    """Its own among the instances on GPUs: they are dealt out in turn."""
+    instances: int = 1
+    """All of them."""
+    utilization: float = GPU_MEMORY_UTILIZATION
+    """Share of a GPU's memory for all instances on it."""
+    graphs: bool = True
+    """Whether decode steps are captured."""
+
+    def index(self, gpus: int) -> int:
+        """Of its GPU, of so many."""
+        return self.number % gpus
+
+    def share(self, place: torch.device) -> memory.Share:
+        """Of the memory of its GPU."""
+        gpus = torch.cuda.device_count()
+        there = len(range(self.index(gpus), self.instances, gpus))
+        total = torch.cuda.get_device_properties(place).total_memory
+        return memory.Share(total, self.utilization, there)
+
+
 class Executor:
     """A model, its paged KV cache, and the sequences in its slots.
 
@@ -48,51 +80,62 @@ class Executor:
         self,
         spec: ModelSpec,
         *,
-        kv_bytes: int,
+        kv_bytes: int | None,
         block_size: int = 16,
         max_sequences: int = 128,
+        chunk_tokens: int = 256,
         device: Device = "auto",
+        gpu: GpuUse = GpuUse(),
         dtype: Dtype = "auto",
         quantization: Quantization | None = None,
         threads: int | None = None,
         decodes: bool = True,
     ) -> None:
-        """Load the model, check it, and take `kv_bytes` of memory for the cache.
+        """Load the model, check it, and take memory for the cache.
 
         Args:
+            kv_bytes: of the cache; None: what is left of the GPU.
+            chunk_tokens: the most prompt tokens of a step.
+            gpu: how it uses the GPU, if it is on one.
             decodes: False where sequences go on elsewhere after their prompt: then no decode
                 steps are recorded.
 
         Raises:
             ConfigError: the model can't be served rightly, or the memory doesn't do.
         """
-        place = _device(device)
+        place = _device(device, gpu)
         if threads is not None:
             torch.set_num_threads(threads)
-        path, width = Path(spec.path), _dtype(dtype, place)
-        kernels = _kernels(place, width, quantization)
-        self._model = loader.load(path, dtype=width, max_model_len=spec.max_model_len, device=place)
-        expected = selfcheck.reference(self._model)
-        if kernels is not None:
-            pack.pack_model(self._model, path, quantization)
-        selfcheck.check(self._model, expected, quantization)
+        self._model = _load(spec, place, dtype, quantization)
+        captures = place.type == "cuda" and decodes and gpu.graphs
+        if place.type == "cuda":
+            need = memory.need_of(
+                self._model, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
+                block_size=block_size, graphs=captures,
+            )  # fmt: skip
+            if kv_bytes is None:
+                kv_bytes = memory.left_for_kv(gpu.share(place), need)
+        if kv_bytes is None:
+            raise ConfigError("--kv-memory: on a CPU, say how much")
         shape = _shape(self._model, max_sequences, block_size)
         blocks = blocks_that_fit(kv_bytes, shape, spec.max_model_len)
-        # On a GPU, rows that fill a graph up write to one more block.
-        self._spare = int(place.type == "cuda")
+        log.info("KV of %d tokens, %d MiB", blocks * block_size, (blocks * shape.block_bytes) >> 20)
+        # Rows that fill a graph up write to one more block.
+        self._spare = int(captures)
         shape = msgspec.structs.replace(shape, num_blocks=blocks + self._spare)
+        self._block_bytes = shape.block_bytes
         self._memory: KvMemory = create(shape, place)
         cache = PagedCache.over(self._memory.k, self._memory.v)
         self._attention = attention_kernels.best(cache)
         hook.connect((layer.module for layer in self._model.layers), self._attention)
-        self._recorded = (
-            _record(self._model, self._attention, cache, shape, spec.max_model_len)
-            if decodes
-            else None
-        )
+        self._recorded: _Recorded | None = None
+        if captures:
+            self._recorded = _graphs(self._model, self._attention, cache, shape, spec.max_model_len)
+        elif decodes and isinstance(self._attention, attention_kernels.KernelAttention):
+            self._recorded = Tapes(self._model, self._attention, shape.slots)
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._grammars = Grammars(path, spec.vocab_size, spec.eos_ids)
+        self._grammars = Grammars(Path(spec.path), spec.vocab_size, spec.eos_ids)
         self._peers: dict[tuple[str, int], Peer] = {}
 
     @property
@@ -140,14 +183,15 @@ class Executor:
         rows = [*map(self._slots.next_row, batch.decodes), *batch.rows]
         results = self._compute(rows) if rows else []
         # Copies that went on beside the step: blocks given up next belong to somebody else.
-        for peer in self._peers.values():
-            peer.finish()
+        copied, copied_s = self._finish_reads(batch.reads) if reads else (0, 0.0)
         decoded = results[: len(batch.decodes)]
         return BatchResult(
             results[len(decoded) :],
             reads,
             [result.token for result in decoded],
             {place: result for place, result in enumerate(decoded) if _says_more(result)},
+            copied,
+            copied_s,
         )
 
     def close(self) -> None:
@@ -184,8 +228,17 @@ class Executor:
         peer.read_blocks(chunk.source_blocks, chunk.blocks)
         if chunk.confirm is None:
             return True
-        peer.finish()  # rows of this very batch may use what was read
+        peer.wait()  # rows of this very batch may use what was read
         return peer.confirm(*chunk.confirm)
+
+    def _finish_reads(self, chunks: list[ReadChunk]) -> tuple[int, float]:
+        """Bytes that were copied, and the seconds that it took."""
+        seconds = sum(peer.finish() for peer in self._peers.values())
+        there = ((chunk.source, chunk.source_incarnation) in self._peers for chunk in chunks)
+        blocks = sum(len(c.blocks) for c, found in zip(chunks, there, strict=True) if found)
+        size = blocks * self._block_bytes
+        log.debug("%d bytes of KV copied in %.2f ms", size, 1e3 * seconds)
+        return size, seconds
 
     # ---- rows
 
@@ -266,15 +319,6 @@ class _Recorded(Protocol):
     def logits(self, step: PackedStep, ids: Ints, keep: list[int]) -> Tensor | None: ...
 
 
-def _record(
-    model: loader.CausalLM, attention: Any, cache: PagedCache, shape: KvShape, max_model_len: int
-) -> _Recorded | None:
-    """Decode steps of the model, where they can be recorded."""
-    if isinstance(attention, attention_kernels.KernelAttention):
-        return Tapes(model, attention, shape.slots)
-    return _graphs(model, attention, cache, shape, max_model_len) if cache.k.is_cuda else None
-
-
 def _graphs(
     model: loader.CausalLM, attention: Any, cache: PagedCache, shape: KvShape, max_model_len: int
 ) -> _Recorded | None:
@@ -290,11 +334,33 @@ def _graphs(
         return None
 
 
-def _device(device: Device) -> torch.device:
+def _device(device: Device, gpu: GpuUse) -> torch.device:
     """The one asked for; "auto" is the CPU."""
-    if device == "cuda" and not torch.cuda.is_available():
+    if device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError("--device: torch sees no GPU here; take cpu, or a CUDA build of torch")
-    return torch.device("cuda" if device == "cuda" else "cpu")
+    place = torch.device("cuda", gpu.index(torch.cuda.device_count()))
+    torch.cuda.set_device(place)  # where kernels of our own are launched
+    return place
+
+
+def _load(
+    spec: ModelSpec, place: torch.device, dtype: Dtype, quantization: Quantization | None
+) -> loader.CausalLM:
+    """The model, with kernels where there are some, and checked."""
+    path, width = Path(spec.path), _dtype(dtype, place)
+    kernels = _kernels(place, width, quantization)
+    model = loader.load(path, dtype=width, max_model_len=spec.max_model_len, device=place)
+    expected = selfcheck.reference(model)
+    if kernels is not None:
+        pack.pack_model(model, path, quantization)
+    elif place.type == "cuda":
+        from staffel.model import elementwise_triton  # Triton comes with torch's CUDA builds
+
+        pack.fuse_model(model, elementwise_triton)
+    selfcheck.check(model, expected, quantization)
+    return model
 
 
 def _dtype(dtype: Dtype, device: torch.device) -> torch.dtype:

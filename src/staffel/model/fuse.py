@@ -15,38 +15,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from staffel.kernels import elementwise
-from staffel.model.packed import RmsNorm
+from staffel.kernels.elementwise import Activation
+from staffel.model.packed import Elementwise, RmsNorm
 
-_ACTIVATIONS: tuple[elementwise.Activation, ...] = ("silu", "gelu_tanh")
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 _ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention modules call the function, each a namesake in its own file."""
 _ROWS = 3
+_ROUNDING = {
+    torch.float32: (1e-4, 1e-5),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float16: (4e-3, 4e-3),
+}
+"""Relative to a number, and to the largest one. A model's own code rounds after every operation, a
+kernel once."""
 
 
 def alike(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two results differ by rounding alone."""
-    return ours.shape == theirs.shape and torch.allclose(
-        ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max())
-    )
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    relative, absolute = _ROUNDING[theirs.dtype]
+    return torch.allclose(ours, theirs, rtol=relative, atol=absolute * float(theirs.abs().max()))
 
 
-def _sample(width: int) -> Tensor:
+def _sample(width: int, like: Tensor) -> Tensor:
     """[_ROWS, width] of normal numbers, the same each time, whatever the global seed."""
-    return torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(1))
+    numbers = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(1))
+    return numbers.to(like.device, like.dtype)
 
 
 # ---- root mean square norms
 
 
-def rms_norm(module: nn.Module) -> RmsNorm | None:
+def rms_norm(module: nn.Module, kernels: Elementwise) -> RmsNorm | None:
     """What replaces `module`, if it is such a norm."""
     weight, eps = _norm_parts(module)
     if weight is None or eps is None:
         return None
-    x = _sample(len(weight))
+    x = _sample(len(weight), weight)
     theirs = module(x)
-    candidates = (RmsNorm(weight, eps, offset) for offset in (0.0, 1.0))
+    candidates = (RmsNorm(kernels, weight, eps, offset) for offset in (0.0, 1.0))
     return next((ours for ours in candidates if alike(ours(x), theirs)), None)
 
 
@@ -64,21 +73,25 @@ def _norm_parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
 
 
 def gate_of(
-    mlp: nn.Module, gate_up: Sequence[nn.Module], down: nn.Module, width: int
-) -> elementwise.Activation | None:
+    mlp: nn.Module,
+    gate_up: Sequence[nn.Module],
+    down: nn.Module,
+    width: int,
+    kernels: Elementwise,
+) -> Activation | None:
     """The activation with which `mlp` is down(activation(gate) * up); None: it is something else.
 
     Args:
         gate_up: the layers whose outputs, side by side, are gate and up.
         width: values of a row of the input.
     """
-    x = _sample(width)
+    x = _sample(width, next(mlp.parameters()))
     try:
         theirs = mlp(x)
     except Exception:  # whatever it wants, it is no function of one tensor
         return None
     both = torch.cat([part(x) for part in gate_up], -1)
-    gates = ((name, elementwise.gated(both, name)) for name in _ACTIVATIONS)
+    gates = ((name, kernels.gated(both, name)) for name in _ACTIVATIONS)
     return next((name for name, product in gates if alike(down(product), theirs)), None)
 
 
@@ -91,12 +104,13 @@ class RotaryWatch:
 
     module: nn.Module
     own: Callable[..., Any]
+    kernels: Elementwise
     alike: bool | None = None
     """None: never called."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         theirs = self.own(*args, **options)
-        same = not options and _fits(*args) and all(map(alike, _rotary(*args), theirs))
+        same = not options and _fits(*args) and all(map(alike, self._ours(*args), theirs))
         self.alike = same and self.alike is not False
         return theirs
 
@@ -104,24 +118,25 @@ class RotaryWatch:
         """After the run: ours in place of the module's own, if it is the same."""
         self.module.__dict__.pop("forward")
         if self.alike:
-            _rebind(self.module, _rotary)
+            _rebind(self.module, self._ours)
+
+    def _ours(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.rotary(q, cos, sin), self.kernels.rotary(k, cos, sin)
 
 
-def watch_rotary(modules: Sequence[nn.Module]) -> list[RotaryWatch]:
+def watch_rotary(modules: Sequence[nn.Module], kernels: Elementwise) -> list[RotaryWatch]:
     """Let those of the attention modules that rotate be watched."""
     own = [(module, _forward(module).__globals__.get(_ROTARY)) for module in modules]
-    watches = [RotaryWatch(module, function) for module, function in own if function is not None]
+    watches = [
+        RotaryWatch(module, function, kernels) for module, function in own if function is not None
+    ]
     for watch in watches:
         _rebind(watch.module, watch)
     return watches
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return elementwise.rotary(q, cos, sin), elementwise.rotary(k, cos, sin)
-
-
 def _fits(*args: Any) -> bool:
-    """Whether the arguments are as `elementwise.rotary` wants them."""
+    """Whether the arguments are as the kernels' `rotary` wants them."""
     if len(args) != 4:
         return False
     q, k, cos, sin = args
@@ -129,7 +144,7 @@ def _fits(*args: Any) -> bool:
         all(x.dim() == 4 and x.shape[0] == 1 and x.stride(3) == 1 for x in (q, k))
         and all(x.dim() == 3 and x.shape[0] == 1 and x.is_contiguous() for x in (cos, sin))
         and cos.shape[2] <= min(q.shape[3], k.shape[3])
-        and all(x.dtype == torch.float32 for x in args)
+        and all(x.dtype == q.dtype for x in args)
     )
 
 

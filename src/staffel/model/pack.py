@@ -1,13 +1,14 @@
-"""Putting the CPU kernels into a loaded model, without knowing its family.
+"""Putting kernels into a loaded model, without knowing its family.
 
 A run of a few tokens shows which linear layers are called, and which of them with the same
-tensor. Their weights go into panels, and packed modules take their places; then norms, gated
-MLPs and rotary embeddings that the kernels can compute are replaced by them.
+tensor. On a CPU their weights go into panels, and packed modules take their places; on a GPU those
+with the same tensor become one product. Then norms, gated MLPs and rotary embeddings that the
+kernels can compute are replaced by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from staffel.kernels import elementwise, linear
 from staffel.model import fuse, hook, packfile
 from staffel.model.loader import CausalLM, packed_logits
 from staffel.model.packed import (
+    DenseWeight,
+    Elementwise,
     GatedMlp,
     PackedEmbedding,
     PackedLinear,
@@ -75,7 +78,9 @@ class Site:
         own = [layer.bias for layer in self.layers]
         if all(bias is None for bias in own):
             return None
-        zeros = (torch.zeros(size) for size in self.sizes)
+        zeros = (layer.weight.new_zeros(size) for layer, size in zip(
+            self.layers, self.sizes, strict=True
+        ))  # fmt: skip
         return torch.cat([z if b is None else b for b, z in zip(own, zeros, strict=True)])
 
 
@@ -85,22 +90,51 @@ def pack_model(model: CausalLM, folder: Path, quantization: Quantization | None 
 
     `folder` is where it was loaded from.
     """
+    _rebuild(model, elementwise, lambda sites: _weights(sites, folder, quantization))
+    _let_go_of_the_file(model.net)
+
+
+@torch.inference_mode()
+def fuse_model(model: CausalLM, kernels: Elementwise) -> None:
+    """Let as few kernels as possible compute `model`; its products stay torch's."""
+    _rebuild(model, kernels, _joined)
+
+
+def _rebuild(
+    model: CausalLM,
+    kernels: Elementwise,
+    weights: Callable[[list[Site]], Iterable[Weight | None]],
+) -> None:
+    """`weights` makes one for each site; None: its layers stay as they are."""
     net = model.net
-    sites = _watch(model)
-    gates = {site.parent: gate for site in sites if (gate := _gate(net, site, sites)) is not None}
-    weights = _weights(sites, folder, quantization)
-    for site, weight in zip(sites, weights, strict=True):
+    sites = _watch(model, kernels)
+    found = ((site.parent, _gate(net, site, sites, kernels)) for site in sites)
+    gates = {parent: gate for parent, gate in found if gate is not None}
+    for site, weight in zip(sites, weights(sites), strict=True):
+        if weight is None:
+            continue
         _replace_embedding(net, site, weight)
         for name, module in zip(site.names, _modules(site, weight), strict=True):
             _replace(net, name, module)
     _try_views(net)
     for parent, gate in gates.items():
-        _replace(net, parent, gate.build(net))
+        _replace(net, parent, gate.build(net, kernels))
     for name, module in list(net.named_modules()):
-        norm = fuse.rms_norm(module)
+        norm = fuse.rms_norm(module, kernels)
         if norm is not None:
             _replace(net, name, norm)
-    _let_go_of_the_file(net)
+
+
+def _joined(sites: list[Site]) -> Iterator[Weight | None]:
+    """Of those with several layers, which from here on are parts of it: there is one copy."""
+    for site in sites:
+        if len(site.layers) == 1:
+            yield None
+            continue
+        matrix = site.matrix()
+        for layer, part in zip(site.layers, matrix.split(site.sizes), strict=True):
+            layer.weight.data = part.t() if type(layer) is Conv1D else part
+        yield DenseWeight(matrix)
 
 
 def _try_views(net: PreTrainedModel) -> None:
@@ -151,12 +185,12 @@ class _Calls:
         self.inputs.setdefault(module, args[0])
 
 
-def _watch(model: CausalLM) -> list[Site]:
+def _watch(model: CausalLM, kernels: Elementwise) -> list[Site]:
     """Run three tokens: the sites, in order; rotary embeddings are replaced at the end of it."""
     net, calls = model.net, _Calls()
     packable = [module for module in net.modules() if type(module) in (nn.Linear, Conv1D)]
     handles = [module.register_forward_pre_hook(calls.note) for module in packable]
-    rotaries = fuse.watch_rotary([layer.module for layer in model.layers])
+    rotaries = fuse.watch_rotary([layer.module for layer in model.layers], kernels)
     try:
         _run(net)
     finally:
@@ -241,16 +275,16 @@ class _Gate:
     down: Site
     activation: elementwise.Activation
 
-    def build(self, net: nn.Module) -> GatedMlp:
+    def build(self, net: nn.Module, kernels: Elementwise) -> GatedMlp:
         """After its linear layers are packed."""
         first = net.get_submodule(self.gate_up.names[0])
         if isinstance(first, SharedLinear):
             product = first.product
             first = PackedLinear(product.weight, sum(product.sizes), product.bias)
-        return GatedMlp(first, net.get_submodule(self.down.names[0]), self.activation)
+        return GatedMlp(kernels, first, net.get_submodule(self.down.names[0]), self.activation)
 
 
-def _gate(net: nn.Module, site: Site, sites: list[Site]) -> _Gate | None:
+def _gate(net: nn.Module, site: Site, sites: list[Site], kernels: Elementwise) -> _Gate | None:
     """The gated MLP that `site` is gate and up of, if it is."""
     others = [other for other in sites if other.parent == site.parent and other is not site]
     if not site.parent or len(others) != 1 or not _gated_shapes(site, others[0]):
@@ -258,7 +292,7 @@ def _gate(net: nn.Module, site: Site, sites: list[Site]) -> _Gate | None:
     mlp, down = net.get_submodule(site.parent), others[0]
     if not _all_of(mlp, [*site.layers, *down.layers]):
         return None
-    activation = fuse.gate_of(mlp, site.layers, down.layers[0], site.shape[1])
+    activation = fuse.gate_of(mlp, site.layers, down.layers[0], site.shape[1], kernels)
     return None if activation is None else _Gate(site, down, activation)
 
 

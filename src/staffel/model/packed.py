@@ -1,6 +1,6 @@
-"""Packed weights, and the modules that compute with them in place of a model's own.
+"""Weights as kernels take them, and the modules that compute in place of a model's own.
 
-Modules hold packed weights as plain attributes, not as parameters: looking one up on each call
+Modules hold such weights as plain attributes, not as parameters: looking one up on each call
 costs less, and whoever walks over a model's parameters doesn't take them for matrices.
 """
 
@@ -64,6 +64,22 @@ class Int8Weight:
         return [self.quantized.packed, self.quantized.scales]
 
 
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A `Weight` as it is, for torch's own products."""
+
+    matrix: Tensor
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, self.matrix, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.matrix)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.matrix]
+
+
 def make_weight(matrix: Tensor, quantization: Quantization | None) -> Weight:
     """`matrix` [n, k], float32, packed."""
     if quantization == "int8":
@@ -81,6 +97,14 @@ def stored_weight(
 
 
 # ---- modules
+
+
+class Elementwise(Protocol):
+    """The functions of `staffel.kernels.elementwise`, for one kind of device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = ...) -> Tensor: ...
+    def gated(self, x: Tensor, activation: elementwise.Activation) -> Tensor: ...
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
 class PackedLinear(nn.Module):
@@ -155,25 +179,33 @@ class GatedMlp(nn.Module):
     """In place of a gated MLP: down(activation(gate) * up), gate and up being one product."""
 
     def __init__(
-        self, gate_up: nn.Module, down: nn.Module, activation: elementwise.Activation
+        self,
+        kernels: Elementwise,
+        gate_up: nn.Module,
+        down: nn.Module,
+        activation: elementwise.Activation,
     ) -> None:
         """`gate_up` gives the gate's m values, then the other factor's m; `down` takes m."""
         super().__init__()
+        self._gated = kernels.gated
         self._gate_up, self._down, self._activation = gate_up, down, activation
 
     def forward(self, x: Tensor) -> Tensor:
         both = self._gate_up(x)
-        product = elementwise.gated(both.view(-1, both.shape[-1]), self._activation)
+        product = self._gated(both.view(-1, both.shape[-1]), self._activation)
         return self._down(product.view(*x.shape[:-1], -1))
 
 
 class RmsNorm(nn.Module):
     """In place of a root mean square norm over the last axis."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+    def __init__(
+        self, kernels: Elementwise, weight: nn.Parameter, eps: float, offset: float
+    ) -> None:
         super().__init__()
+        self._rms_norm = kernels.rms_norm
         self._weight, self._eps, self._offset = weight.detach().clone(), eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return elementwise.rms_norm(rows, self._weight, self._eps, self._offset).view(x.shape)
+        return self._rms_norm(rows, self._weight, self._eps, self._offset).view(x.shape)

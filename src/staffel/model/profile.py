@@ -77,7 +77,10 @@ def profile(wanted: Wanted, watch: Watch) -> Profile:
     """
     own, other = share_cores(wanted.threads, sorted(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        pair = [stack.enter_context(Station(_setup(wanted, cores))) for cores in (own, other)]
+        pair = [
+            stack.enter_context(Station(_setup(wanted, cores, number)))
+            for number, cores in enumerate((own, other))
+        ]
         station, neighbour = pair
         region = station.ready().region
         station.attach(neighbour.ready().region)
@@ -104,8 +107,11 @@ def share_cores(threads: int, cores: list[int]) -> tuple[tuple[int, ...], tuple[
     return tuple(cores[:threads]), other if len(other) == threads else None
 
 
-def _setup(wanted: Wanted, cores: tuple[int, ...] | None) -> Setup:
-    return Setup(model=wanted.model, spec=wanted.spec, threads=wanted.threads, cores=cores)
+def _setup(wanted: Wanted, cores: tuple[int, ...] | None, number: int) -> Setup:
+    return Setup(
+        model=wanted.model, spec=wanted.spec, threads=wanted.threads, cores=cores,
+        gpu_turn=(number, 2),
+    )  # fmt: skip
 
 
 def _limits(wanted: Wanted, region: KvRegion) -> Limits:

@@ -81,7 +81,10 @@ def _ids(model: CausalLM, length: int) -> np.ndarray:
 
 def _through_ours(model: CausalLM) -> list[Tensor]:
     """Logits [length, vocab] of each sequence, computed packed, in three steps."""
-    sequences, attention = _sequences(model), best(_small_cache(model))
+    cache = PagedCache.scratch(
+        model.kv_shape, len(model.layers), _BLOCKS, _BLOCK_SIZE, like=model.net
+    )
+    sequences, attention = _sequences(model), best(cache)
     hook.connect((layer.module for layer in model.layers), attention)
     parts: list[list[Tensor]] = [[] for _ in sequences]
     for spans in _STEPS:
@@ -94,14 +97,6 @@ def _through_ours(model: CausalLM) -> list[Tensor]:
             part.append(rows)
     hook.disconnect(model.net)
     return [torch.cat(part) for part in parts]
-
-
-def _small_cache(model: CausalLM) -> PagedCache:
-    kv_heads, k_width, v_width = model.kv_shape
-    shape = (_BLOCKS, len(model.layers), _BLOCK_SIZE, kv_heads)
-    like = {"dtype": model.net.dtype, "device": model.net.device}
-    k, v = (torch.zeros(*shape, width, **like) for width in (k_width, v_width))
-    return PagedCache.over(k, v)
 
 
 def _differences(a: Tensor, b: Tensor) -> Tensor:

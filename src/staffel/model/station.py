@@ -21,7 +21,7 @@ import numpy as np
 from staffel.config import ConfigError
 from staffel.control.messages import Batch, BatchResult, Enter, ReadChunk, Row
 from staffel.control.request import SamplingParams
-from staffel.model.executor import Executor
+from staffel.model.executor import Executor, GpuUse
 from staffel.model.shapes import BatchShape
 from staffel.model.timing import (
     Answer,
@@ -146,6 +146,8 @@ def _make_executor(setup: Setup) -> Executor:
     return Executor(
         setup.model,
         kv_bytes=setup.spec.kv_bytes,
+        chunk_tokens=setup.spec.chunk_tokens,
+        gpu=GpuUse(*setup.gpu_turn),
         block_size=setup.spec.block_size,
         max_sequences=setup.spec.max_sequences,
         device=setup.spec.device,

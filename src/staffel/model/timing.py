@@ -17,6 +17,8 @@ class Setup(Struct, frozen=True, kw_only=True, tag=True):
     threads: int
     cores: tuple[int, ...] | None
     """None: any."""
+    gpu_turn: tuple[int, int]
+    """As `GpuUse` has them: its number among those on GPUs, and how many there are."""
 
 
 class Measure(Struct, frozen=True, tag=True):

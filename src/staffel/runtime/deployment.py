@@ -28,6 +28,7 @@ def make_jobs(
     check_servable(placement)
     named = placement.each()
     threads, cores = share_cores([spec for _, spec in named], sorted(os.sched_getaffinity(0)))
+    on_gpus = [name for name, spec in named if spec.device == "cuda"]
     incarnation = time.time_ns()
     return [
         InstanceJob(
@@ -38,6 +39,7 @@ def make_jobs(
             spec=spec,
             threads=threads[number],
             cores=cores[number],
+            gpu_turn=(on_gpus.index(name) if name in on_gpus else 0, len(on_gpus)),
             lease_ns=LEASE_NS,
             journal=str(journal) if journal is not None else None,
             log_level=log_level,

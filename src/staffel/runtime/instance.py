@@ -46,6 +46,8 @@ class InstanceJob(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     cores: tuple[int, ...] | None
     """Cores to be pinned to; None: any."""
+    gpu_turn: tuple[int, int]
+    """Its number among the instances on GPUs, and how many those are."""
     lease_ns: int
     journal: str | None
     """A file to which the core's journal is appended."""
@@ -147,6 +149,7 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
 def _make_executor(job: InstanceJob) -> Executor:
     # Imported here: whoever only starts instances does without torch.
     from staffel.model.executor import Executor as ModelExecutor
+    from staffel.model.executor import GpuUse
 
     return ModelExecutor(
         job.model,
@@ -156,6 +159,8 @@ def _make_executor(job: InstanceJob) -> Executor:
         threads=job.threads,
         decodes=job.spec.role != "prefill",
         kv_bytes=job.spec.kv_bytes,
+        chunk_tokens=job.spec.chunk_tokens,
+        gpu=GpuUse(*job.gpu_turn, utilization=job.spec.gpu_share, graphs=job.spec.cuda_graphs),
         block_size=job.spec.block_size,
         max_sequences=job.spec.max_sequences,
     )

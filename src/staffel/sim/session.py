@@ -175,10 +175,7 @@ def _from_sheet(options: Options) -> Setting:
     check_choice("--mla", mla, get_args(Mla))
     shape = shape_of(options.model, mla=cast(Mla, mla))
     sheet = Sheet(hardware_named(options.hardware), options.model, shape, dtype)
-    given = dict(options.instance)
-    if options.placement is None:
-        given.setdefault("kv_memory", str(sheet.kv_that_fits(options.tp, options.pp)))
-    return sheet.setting(_placement(options, given))
+    return sheet.setting(_placement(options, dict(options.instance)))
 
 
 def _placement(options: Options, given: dict[str, Any]) -> Placement:

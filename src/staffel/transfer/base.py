@@ -69,8 +69,11 @@ class Peer(Protocol):
         """Copy the peer's `source_blocks[i]` to the own `blocks[i]`; until `finish` the copy may
         still be under way."""
 
-    def finish(self) -> None:
-        """Wait until what was asked for is copied."""
+    def wait(self) -> None:
+        """Until what was asked for is copied."""
+
+    def finish(self) -> float:
+        """Wait, and say how many seconds all copies took since this was last asked."""
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         """Whether `dispatch` lives in the peer's `slot` now.

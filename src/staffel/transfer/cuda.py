@@ -85,24 +85,35 @@ class CudaPeer:
         self._k, self._v = _open(region, own)
         self._own_k, self._own_v = own.k, own.v
         self._stream = torch.cuda.Stream(own.k.device)
+        self._copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Beginning and end of those whose time wasn't asked for yet."""
 
     def read_blocks(self, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         # The own blocks may have been written by work that is still queued.
         self._stream.wait_stream(torch.cuda.current_stream(self._own_k.device))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._copies.append((begin, end))
         with torch.cuda.stream(self._stream):
+            begin.record()
             for theirs, ours in ((self._k, self._own_k), (self._v, self._own_v)):
                 source, place = _ids(source_blocks, theirs), _ids(blocks, ours)
                 taken = theirs.index_select(0, source).to(ours.device, non_blocking=True)
                 ours.index_copy_(0, place, taken)
+            end.record()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         self._stream.synchronize()
+
+    def finish(self) -> float:
+        self.wait()
+        copies, self._copies = self._copies, []
+        return sum(begin.elapsed_time(end) for begin, end in copies) / 1e3
 
     def confirm(self, slot: int, dispatch: int) -> bool:
         return self._words.confirm(slot, dispatch)
 
     def close(self) -> None:
-        self.finish()
+        self.wait()
         del self._k, self._v, self._own_k, self._own_v
         self._words.close()
 
