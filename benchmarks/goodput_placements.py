@@ -1,6 +1,7 @@
 """Goodput of three placements of the default model on two cores, under one SLO.
 
     python benchmarks/goodput_placements.py [--out FOLDER] [--minutes M] [--workload NAME]
+                                            [--placement NAME]
 
 Each placement is served by `staffel serve` with two instances of one core each, and measured by
 `staffel bench goodput`, with two workloads: one where prompts weigh more, one where outputs do.
@@ -8,7 +9,8 @@ The SLO is made once, as a multiple of what an unloaded 1P1D does on the first w
 that has one keeps it. The load generator shares the two cores with the server, as in any test on
 one machine.
 
-Writes one result per search, and a page with the comparison for each workload.
+Writes one result per search, and a page with the comparison for each workload. With --placement the
+other placements' results are those that the folder has.
 """
 
 from __future__ import annotations
@@ -81,9 +83,13 @@ def _wait_ready(server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server was not ready within two minutes")
 
 
-def measure(out: Path, workload: str, placement: str, minutes: float) -> Path:
-    """One search; its result's file."""
-    result = out / f"{workload}-{placement}.json.gz"
+def result_file(out: Path, workload: str, placement: str) -> Path:
+    return out / f"{workload}-{placement}.json.gz"
+
+
+def measure(out: Path, workload: str, placement: str, minutes: float) -> None:
+    """One search."""
+    result = result_file(out, workload, placement)
     with serving(PLACEMENTS[placement]):
         subprocess.run(
             staffel(
@@ -94,7 +100,6 @@ def measure(out: Path, workload: str, placement: str, minutes: float) -> Path:
             ),
             check=True,
         )  # fmt: skip
-    return result
 
 
 def make_slo(file: Path) -> None:
@@ -113,13 +118,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "goodput")
     parser.add_argument("--minutes", type=float, default=15, help="for each search")
     parser.add_argument("--workload", choices=WORKLOADS, help="this one only")
+    parser.add_argument("--placement", choices=PLACEMENTS, help="this one only")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / "slo.json").exists():
         make_slo(options.out / "slo.json")
     for workload in [options.workload] if options.workload else WORKLOADS:
-        files = [measure(options.out, workload, name, options.minutes) for name in PLACEMENTS]
-        compared = [str(file) for file in files]
+        for name in [options.placement] if options.placement else PLACEMENTS:
+            measure(options.out, workload, name, options.minutes)
+        compared = [str(result_file(options.out, workload, name)) for name in PLACEMENTS]
         subprocess.run(
             staffel("bench", "compare", *compared, "--report", str(options.out / workload)),
             check=True,

@@ -1,6 +1,6 @@
 """How near the simulator comes to the server: the same arrivals, really served and simulated.
 
-    python benchmarks/sim_accuracy.py [--quick] [--requests N] [--rates R,R,...] [--profile FILE]
+    python benchmarks/sim_accuracy.py [--quick] [--requests N] [--rates R,R,...] [--minutes M]
 
 Profiles this machine, then serves 1P1D and two colocated instances with chunked prefill, one
 thread each, at five rates: those at which the simulator expects the attainments in `AIMS`. Every
@@ -9,6 +9,9 @@ sent, from the benchmark's own file. What the shell adds to the executor's steps
 journal of a short run apart from those that are compared, and the CPU time that the server and the
 load generator take from the instances' cores, for each token, from another. All requests count,
 with no warm-up cut off on either side.
+
+A machine isn't as fast at all times. So it is profiled once more when all is done, and everything
+is simulated again by that: what the two say differently, no simulation could know.
 """
 
 from __future__ import annotations
@@ -77,6 +80,9 @@ class Cell(NamedTuple):
     requests: int
     real: list[Figures]
     simulated: Figures
+    """By the profile that was made before."""
+    afterwards: Figures
+    """By the one that was made after the runs."""
     kept_up: bool
     """False: the load generator was late in one of the real runs."""
 
@@ -195,10 +201,18 @@ def arrivals_of(records: list[Record]) -> list[Arrival]:
     ]
 
 
+class Run(NamedTuple):
+    """What was really done at one rate."""
+
+    placement: str
+    rate: float
+    probes: list[Probe]
+
+
 def measure(
     folder: Path, placement: str, machine: Machine, rates: list[float], requests: int
-) -> list[Cell]:
-    """The cells of one placement. The two runs of a rate lie far apart in time."""
+) -> list[Run]:
+    """Of one placement. The two probes of a rate lie far apart in time."""
     slo = machine.slo
     with serving([*PLACEMENTS[placement], "--threads", "1", "--kv-memory", KV_MEMORY]):
         really(folder, f"{placement}-warm-up", rates[0], 10, slo)
@@ -206,22 +220,20 @@ def measure(
             [really(folder, f"{placement}-{rate:g}-{run}", rate, requests, slo) for rate in rates]
             for run in range(REAL_RUNS)
         ]
-    return [
-        compare(placement, machine, rate, list(probes))
-        for rate, *probes in zip(rates, *runs, strict=True)
-    ]
+    return [Run(placement, rate, list(probes)) for rate, *probes in zip(rates, *runs, strict=True)]
 
 
-def compare(placement: str, machine: Machine, rate: float, probes: list[Probe]) -> Cell:
-    """The real runs of a rate beside the simulation of what the first one sent."""
-    sent = arrivals_of(probes[0].records)
+def compare(run: Run, machine: Machine, after: Machine) -> Cell:
+    """The real runs of a rate beside simulations of what the first one sent."""
+    sent, slo = arrivals_of(run.probes[0].records), machine.slo
     return Cell(
-        placement=placement,
-        rate=rate,
+        placement=run.placement,
+        rate=run.rate,
         requests=len(sent),
-        real=[figures(probe.records, machine.slo) for probe in probes],
-        simulated=figures(simulated(placement, machine, sent), machine.slo),
-        kept_up=all(probe.generator.kept_up for probe in probes),
+        real=[figures(probe.records, slo) for probe in run.probes],
+        simulated=figures(simulated(run.placement, machine, sent), slo),
+        afterwards=figures(simulated(run.placement, after, sent), slo),
+        kept_up=all(probe.generator.kept_up for probe in run.probes),
     )
 
 
@@ -270,7 +282,23 @@ def table(cells: list[Cell]) -> list[list[str]]:
         rows.append([f"{cell.placement}, {cell.rate:g}", "real", *_row(mean_of(cell.real))])
         rows.append(["", "spread", *_row(spread_of(cell.real))])
         rows.append(["", "simulated", *_row(cell.simulated)])
+        rows.append(["", "by the profile afterwards", *_row(cell.afterwards)])
     return [head, *rows]
+
+
+TYPICAL = {
+    "prefill": Work.prefill(80),
+    "decode": Work.decode(4, 100),
+    "mixed": Work(*(a + b for a, b in zip(Work.prefill(80), Work.decode(4, 100), strict=True))),
+}
+
+
+def drift(before: Profile, after: Profile) -> dict[str, float]:
+    """How many times longer the machine took in the end for a typical step of each phase."""
+    return {
+        phase: after.for_tp(1).step_seconds(work) / before.for_tp(1).step_seconds(work)
+        for phase, work in TYPICAL.items()
+    }
 
 
 def _row(run: Figures) -> list[str]:
@@ -280,27 +308,32 @@ def _row(run: Figures) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "sim_accuracy")
-    parser.add_argument("--requests", type=int, default=300, help="of each run")
+    parser.add_argument("--requests", type=int, default=400, help="of each run")
+    parser.add_argument("--minutes", default="2", help="for each profile")
     parser.add_argument("--rates", help="with commas; by default by the simulator's expectation")
     parser.add_argument("--placement", choices=PLACEMENTS, help="this one only")
-    parser.add_argument("--profile", type=Path, help="instead of measuring one")
     parser.add_argument("--quick", action="store_true", help="two rates, 40 requests: a trial")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     _check_free()
     requests = 40 if options.quick else options.requests
-    machine = _know(options.out, options.profile, quick=options.quick)
+    minutes = "0.7" if options.quick else options.minutes
+    profile = _profile(options.out, "before", minutes)
+    slo = slo_of(profile)
+    machine = Machine(profile, shell_costs(options.out, slo), slo)
     out.print(f"SLO: {machine.slo}; {machine.shell}", highlight=False, soft_wrap=True)
-    cells: list[Cell] = []
+    runs: list[Run] = []
     for placement in [options.placement] if options.placement else PLACEMENTS:
         if options.rates:
             rates = [float(rate) for rate in options.rates.split(",")]
         else:
             aims = AIMS[1::2] if options.quick else AIMS
             rates = [rate_for(aim, placement, machine, requests) for aim in aims]
-        cells += measure(options.out, placement, machine, rates, requests)
-        print_table(table([cell for cell in cells if cell.placement == placement]))
-    _save(options.out.with_suffix(".json"), machine, cells)
+        runs += measure(options.out, placement, machine, rates, requests)
+    after = machine._replace(profile=_profile(options.out, "after", minutes))
+    cells = [compare(run, machine, after) for run in runs]
+    print_table(table(cells))
+    _save(options.out.with_suffix(".json"), machine, after, cells)
 
 
 def _check_free() -> None:
@@ -309,32 +342,27 @@ def _check_free() -> None:
         raise SystemExit(f"something serves at {URL} already; stop it first")
 
 
-def _know(folder: Path, file: Path | None, *, quick: bool) -> Machine:
-    profile = Profile.load(file or _profile(folder, quick=quick))
-    slo = slo_of(profile)
-    return Machine(profile, shell_costs(folder, slo), slo)
-
-
-def _profile(folder: Path, *, quick: bool) -> Path:
-    file = folder / "profile.json"
-    budget = ["--budget", "0.7"] if quick else []
-    command = staffel("profile", "-o", str(file), "--threads", "1", *budget)
+def _profile(folder: Path, when: str, minutes: str) -> Profile:
+    file = folder / f"profile-{when}.json"
+    command = staffel("profile", "-o", str(file), "--threads", "1", "--budget", minutes)
     subprocess.run([*command, "--max-model-len", "1024", "--kv-memory", KV_MEMORY], check=True)
-    return file
+    return Profile.load(file)
 
 
-def _save(file: Path, machine: Machine, cells: list[Cell]) -> None:
+def _save(file: Path, machine: Machine, after: Machine, cells: list[Cell]) -> None:
     found = {
         "workload": WORKLOAD,
         "slo": machine.slo,
         "shell": machine.shell,
         "versions": machine.profile.versions,
         "date": machine.profile.date,
+        "drift": drift(machine.profile, after.profile),
         "cells": [
             {
                 **cell._asdict(),
                 "real": [run._asdict() for run in cell.real],
                 "simulated": cell.simulated._asdict(),
+                "afterwards": cell.afterwards._asdict(),
                 **judged(cell),
             }
             for cell in cells
@@ -343,6 +371,8 @@ def _save(file: Path, machine: Machine, cells: list[Cell]) -> None:
     file.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     within = sum(cell["attainment_within"] for cell in found["cells"])
     p90 = sum(cell["p90_within"] for cell in found["cells"])
+    slower = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found["drift"].items())
+    out.print(f"steps by the profile afterwards over those by the one before: {slower}")
     out.print(f"of {len(cells)} cells attainment is within the target in {within}, P90 in {p90}")
 
 

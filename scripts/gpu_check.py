@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -40,14 +41,12 @@ from typing import Any
 import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-from transformers.generation import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 os.environ["PYTHONPATH"] = str(ROOT / "src")  # of the processes that `profile` starts
 
-from staffel.config import InstanceSpec, ModelSpec  # noqa: E402
+from staffel.config import ConfigError, InstanceSpec, ModelSpec  # noqa: E402
 from staffel.control.messages import KvRegion, ReadChunk  # noqa: E402
 from staffel.control.request import SamplingParams  # noqa: E402
 from staffel.model import hook, loader  # noqa: E402
@@ -395,7 +394,10 @@ def profiled(device: str, dtype: str, quick: bool) -> Rows:
             threads=1,
             budget=3 if quick else 40,
         )  # fmt: skip
-        found = profile(wanted, lambda *_: None)
+        try:
+            found = profile(wanted, lambda *_: None)
+        except ConfigError as error:
+            return [{"check": "profile", "error": str(error)}]
     return [
         {"check": f"fit of {e.phase}, {e.region}", "batches": e.points, "median_error": e.median,
          "p90_error": e.p90}
@@ -427,7 +429,10 @@ def peer(shape: dict[str, int], device: str, dtype: str, ours: Rows, quick: bool
 
 
 def _peer_step(net: PreTrainedModel, cell: BatchShape) -> float:
-    """Median seconds between tokens of the last sequence, or those of a prompt, second time."""
+    """Median seconds between tokens of the last sequence, or those of a prompt."""
+    from transformers import GenerationConfig  # with what an older version lacks: noted in a row
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
     tokens = cell.context if cell.decodes else cell.new
     ids = torch.randint(3, net.config.vocab_size, (max(1, cell.decodes), tokens))
     options: dict[str, Any] = {
@@ -436,8 +441,7 @@ def _peer_step(net: PreTrainedModel, cell: BatchShape) -> float:
         "record_timestamps": True,
         "max_new_tokens": ROUNDS + TAIL if cell.decodes else 2,
     }
-    found = [net.generate_batch(ids.tolist(), **options) for _ in range(1 if cell.decodes else 2)]
-    outputs = list(found[-1].values())
+    outputs = list(net.generate_batch(ids.tolist(), **options).values())
     if len(outputs) < len(ids) or any(output.error for output in outputs):
         raise RuntimeError(next((o.error for o in outputs if o.error), "nothing came"))
     if not cell.decodes:
@@ -485,6 +489,7 @@ def main() -> None:
     keep("handoff", handoff(executor, device, 512 if quick else 4096, 4 if quick else 16))
     executor.close()
     del executor
+    gc.collect()  # modules with rotary functions of ours know themselves
     if device == "cuda":
         torch.cuda.empty_cache()
     keep("profile", profiled(device, dtype, quick))

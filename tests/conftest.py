@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# Triton reads it when it is imported, and many a library imports it: kernels for GPUs are tested
+# under its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 

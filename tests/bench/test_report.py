@@ -5,6 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from staffel.bench.compare import comparison
@@ -106,12 +107,19 @@ def test_comparison_page(tmp_path: Path) -> None:
     assert "0.50 (0.421 to 0.588)" in page.words
 
 
-def test_a_generator_that_could_not_keep_up_is_noted(tmp_path: Path) -> None:
-    slow = Generator(lateness_p99=1, cpu_share=1, processes=1, kept_up=False)
-    import msgspec
+LATE = Generator(lateness_p99=1, cpu_share=1, processes=1, kept_up=False, trouble="ran 1 s behind")
 
-    bad = msgspec.structs.replace(probe(5), generator=slow)
+
+def test_a_generator_that_could_not_keep_up_is_noted(tmp_path: Path) -> None:
+    bad = msgspec.structs.replace(probe(5), generator=LATE)
     assert "could not keep up" in Page(write_report(result("x", probes=[bad]), tmp_path)).words
+
+
+def test_only_figures_that_rest_on_a_late_generator_are_spoiled() -> None:
+    bad = msgspec.structs.replace(probe(5), generator=LATE)
+    assert result("x", goodput=None, probes=[probe(5), bad]).spoiled == "ran 1 s behind"
+    assert result("x", goodput=None, probes=[probe(5)]).spoiled is None
+    assert result("x", probes=[probe(5), bad]).spoiled is None  # the search did without it
 
 
 def test_looser_slos_are_met_by_more() -> None:

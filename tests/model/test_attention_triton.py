@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are defined
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds")
 
 from staffel.model import attention_triton

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are defined
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds")
 
 from staffel.kernels.elementwise import Activation

@@ -10,7 +10,7 @@ import torch
 from staffel.config import ConfigError
 from staffel.model import loader
 from staffel.model.executor import GpuUse
-from staffel.model.memory import BESIDE, Need, Share, left_for_kv, try_step
+from staffel.model.memory import BESIDE, Need, Share, Sizes, left_for_kv, try_decodes, try_prompts
 from tests.model.families import MAX_LEN, make_model
 
 GIB = 1 << 30
@@ -40,9 +40,12 @@ def test_instances_are_dealt_out_to_gpus(instances: int, gpus: int, indices: lis
     assert [use.index(gpus) for use in uses] == indices
 
 
-@pytest.mark.parametrize(("sequences", "tokens"), [(1, 20), (7, 1), (3, 5)])
-def test_trial_steps_run_and_leave_no_trace(tmp_path: Path, sequences: int, tokens: int) -> None:
-    path = make_model("llama", tmp_path)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_trial_steps_keep_to_the_model_and_leave_no_trace(tmp_path: Path, family: str) -> None:
+    """gpt2 looks positions up, and has none beyond its length."""
+    path = make_model(family, tmp_path)
     model = loader.load(path, dtype=torch.float32, max_model_len=MAX_LEN)
-    try_step(model, sequences, tokens, block_size=4)
+    sizes = Sizes(chunk_tokens=2 * MAX_LEN + 5, sequences=7, max_model_len=MAX_LEN, block_size=4)
+    try_prompts(model, sizes, sizes.chunk_tokens)
+    try_decodes(model, sizes, sizes.sequences)
     assert not any("staffel_attend" in module.__dict__ for module in model.net.modules())

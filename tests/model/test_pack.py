@@ -113,6 +113,28 @@ def test_a_norm_with_another_formula() -> None:
         assert fuse.rms_norm(OddRMSNorm(), elementwise) is None
 
 
+class OffsetRMSNorm(nn.Module):
+    """With weights next to which 1 is lost in bfloat16's rounding of the result."""
+
+    eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 100.0, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
+
+
+def test_a_norm_in_half_width_is_judged_in_full() -> None:
+    with torch.inference_mode():
+        norm = fuse.rms_norm(OffsetRMSNorm(), elementwise)
+    assert norm is not None
+    assert norm._offset == 1
+
+
 class Mlp(nn.Module):
     def __init__(self, extra: float) -> None:
         super().__init__()

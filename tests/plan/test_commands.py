@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_a_profile_of_two_cores_becomes_a_placement_for_them(profile, tmp_path):
     placement = Placement.load(tmp_path / "placement.yaml")
     assert sum(spec.count for spec in placement.instances) == 2
     assert all(spec.threads == 1 for spec in placement.instances)
+
+
+def test_what_server_and_clients_take_lowers_the_goodput(profile, tmp_path):
+    def goodput(cost: str) -> float:
+        file = tmp_path / "plan.json"
+        words = ("--profile", profile, "--workload", "fixed:40,20", "--slo", "ttft=1,tpot=0.2")
+        more = ("--executable", "--requests", "50", "--token-cpu", cost, "-o", str(file))
+        assert run(*words, *more, place=tmp_path).exit_code == 0
+        return json.loads(file.read_text())["recommended"]["goodput"]
+
+    assert goodput("10") < 0.9 * goodput("0")
 
 
 SHEET = ("--hardware", "a100-80g", "--model", "opt-13b")

@@ -291,8 +291,8 @@ def _finish(given: dict[str, Any], work: Work) -> None:
     options = Options(**given, command=_command())
     result = measure(options, work)
     _show(result, options)
-    if any(not probe.generator.kept_up for probe in result.probes):
-        raise ConfigError(f"these figures don't count: {_trouble(result)}")
+    if result.spoiled is not None:
+        raise ConfigError(f"these figures don't count: {result.spoiled}")
     if result.interrupted:
         sys.exit(130)
 
@@ -313,13 +313,6 @@ def _show(result: Result, options: Options) -> None:
         out.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
     if page is not None:
         out.print(f"page: {page}", highlight=False)
-
-
-def _trouble(result: Result) -> str:
-    return next(
-        (probe.generator.trouble for probe in result.probes if probe.generator.trouble),
-        "the load generator could not keep up",
-    )
 
 
 def _command() -> str:

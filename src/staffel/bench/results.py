@@ -115,6 +115,20 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     interrupted: bool = False
     format: int = FORMAT
 
+    @property
+    def spoiled(self) -> str | None:
+        """Why the figures don't count: the load generator couldn't keep up; None: they do.
+
+        A search doesn't use such a probe, and its answer counts without.
+        """
+        if self.goodput is not None:
+            return None
+        late = [probe.generator for probe in self.probes if not probe.generator.kept_up]
+        if not late:
+            return None
+        known = (generator.trouble for generator in late if generator.trouble)
+        return next(known, "the load generator could not keep up")
+
     def save(self, path: Path) -> None:
         """JSON; compressed where the name ends in .gz."""
         data = msgspec.json.encode(self)

@@ -65,8 +65,13 @@ class PagedCache:
         self.v.index_copy_(0, rows, v)
 
 
-def blocks_that_fit(kv_bytes: int, shape: KvShape, max_model_len: int) -> int:
+def blocks_that_fit(
+    kv_bytes: int, shape: KvShape, max_model_len: int, option: str = "--kv-memory"
+) -> int:
     """How many blocks `kv_bytes` hold.
+
+    Args:
+        option: what gives more bytes.
 
     Raises:
         ConfigError: they can't hold one sequence of `max_model_len` tokens.
@@ -75,8 +80,8 @@ def blocks_that_fit(kv_bytes: int, shape: KvShape, max_model_len: int) -> int:
     needed = -(-max_model_len // shape.block_size)
     if blocks < needed:
         raise ConfigError(
-            f"--kv-memory: {kv_bytes} bytes hold {blocks * shape.block_size} tokens; one sequence "
-            f"of --max-model-len {max_model_len} needs {needed * shape.block_bytes} bytes; "
-            "give more, or a smaller --max-model-len (or --block-size: blocks are whole)"
+            f"{option}: {kv_bytes} bytes of KV hold {blocks * shape.block_size} tokens; one "
+            f"sequence of --max-model-len {max_model_len} needs {needed * shape.block_bytes} "
+            "bytes; give more, or a smaller --max-model-len (or --block-size: blocks are whole)"
         )
     return blocks

@@ -143,7 +143,11 @@ def _notes(profile: Profile) -> Iterator[str]:
     if profile.interrupted:
         yield "Interrupted: fitted to what had been measured; the file says so."
     if not profile.slowdown:
-        why = "not yet" if profile.interrupted else "too few cores are left for a neighbour"
+        why = "too few cores are left for a neighbour"
+        if profile.device != "cpu":
+            why = "instances are taken to have a GPU each"
+        elif profile.interrupted:
+            why = "not yet"
         yield f"Note: what a busy neighbour costs wasn't measured: {why}."
 
 

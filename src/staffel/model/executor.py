@@ -106,19 +106,23 @@ class Executor:
         place = _device(device, gpu)
         if threads is not None:
             torch.set_num_threads(threads)
-        self._model = _load(spec, place, dtype, quantization)
         captures = place.type == "cuda" and decodes and gpu.graphs
-        if place.type == "cuda":
-            need = memory.need_of(
-                self._model, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
-                block_size=block_size, graphs=captures,
-            )  # fmt: skip
-            if kv_bytes is None:
-                kv_bytes = memory.left_for_kv(gpu.share(place), need)
-        if kv_bytes is None:
-            raise ConfigError("--kv-memory: on a CPU, say how much")
+        sizes = memory.Sizes(chunk_tokens, max_sequences, spec.max_model_len, block_size)
+        try:
+            self._model = _load(spec, place, dtype, quantization)
+            need = _need(self._model, sizes, captures=captures)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"--device: the GPU's memory doesn't hold the weights of {spec.name} and a step of "
+                f"--chunk-tokens {chunk_tokens} or --max-sequences {max_sequences}; give fewer, or "
+                "take a larger GPU"
+            ) from None
         shape = _shape(self._model, max_sequences, block_size)
-        blocks = blocks_that_fit(kv_bytes, shape, spec.max_model_len)
+        if kv_bytes is None:
+            left = memory.left_for_kv(gpu.share(place), need)
+            blocks = blocks_that_fit(left, shape, spec.max_model_len, "--gpu-memory-utilization")
+        else:
+            blocks = blocks_that_fit(kv_bytes, shape, spec.max_model_len)
         log.info("KV of %d tokens, %d MiB", blocks * block_size, (blocks * shape.block_bytes) >> 20)
         # Rows that fill a graph up write to one more block.
         self._spare = int(captures)
@@ -345,6 +349,13 @@ def _device(device: Device, gpu: GpuUse) -> torch.device:
     return place
 
 
+def _need(model: loader.CausalLM, sizes: memory.Sizes, *, captures: bool) -> memory.Need:
+    """Of a GPU's memory; nothing where it is on a CPU."""
+    if model.net.device.type != "cuda":
+        return memory.Need(0, 0, 0)
+    return memory.need_of(model, sizes, graphs=captures)
+
+
 def _load(
     spec: ModelSpec, place: torch.device, dtype: Dtype, quantization: Quantization | None
 ) -> loader.CausalLM:
@@ -359,6 +370,7 @@ def _load(
         from staffel.model import elementwise_triton  # Triton comes with torch's CUDA builds
 
         pack.fuse_model(model, elementwise_triton)
+        torch.cuda.empty_cache()  # of weights that were joined: others may start on this GPU now
     selfcheck.check(model, expected, quantization)
     return model
 

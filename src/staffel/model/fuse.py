@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -45,6 +46,13 @@ def _sample(width: int, like: Tensor) -> Tensor:
     return numbers.to(like.device, like.dtype)
 
 
+def _wide(module: nn.Module) -> Any:
+    """The module in float32, for a comparison that rounding doesn't blur; itself if it is that."""
+    if all(parameter.dtype == torch.float32 for parameter in module.parameters()):
+        return module
+    return deepcopy(module).float()
+
+
 # ---- root mean square norms
 
 
@@ -53,10 +61,13 @@ def rms_norm(module: nn.Module, kernels: Elementwise) -> RmsNorm | None:
     weight, eps = _norm_parts(module)
     if weight is None or eps is None:
         return None
-    x = _sample(len(weight), weight)
-    theirs = module(x)
-    candidates = (RmsNorm(kernels, weight, eps, offset) for offset in (0.0, 1.0))
-    return next((ours for ours in candidates if alike(ours(x), theirs)), None)
+    wide = _wide(module)
+    x = _sample(len(weight), wide.weight)
+    theirs = wide(x)
+    for offset in (0.0, 1.0):
+        if alike(RmsNorm(kernels, wide.weight, eps, offset)(x), theirs):
+            return RmsNorm(kernels, weight, eps, offset)
+    return None
 
 
 def _norm_parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
@@ -85,9 +96,13 @@ def gate_of(
         gate_up: the layers whose outputs, side by side, are gate and up.
         width: values of a row of the input.
     """
-    x = _sample(width, next(mlp.parameters()))
+    names = {module: name for name, module in mlp.named_modules()}
+    wide = _wide(mlp)
+    gate_up = [wide.get_submodule(names[layer]) for layer in gate_up]
+    down = wide.get_submodule(names[down])
+    x = _sample(width, next(wide.parameters()))
     try:
-        theirs = mlp(x)
+        theirs = wide(x)
     except Exception:  # whatever it wants, it is no function of one tensor
         return None
     both = torch.cat([part(x) for part in gate_up], -1)

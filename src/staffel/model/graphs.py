@@ -55,7 +55,9 @@ class Graphs:
             torch.empty(most, model.vocab_size, dtype=model.net.dtype, device=device),
         )
         self._graphs: dict[int, _Graph] = {}
-        for size in sorted(sizes(most), reverse=True):
+        wanted = sorted(sizes(most), reverse=True)
+        for size in wanted:
+            log.info("capturing CUDA graph %d of %d", len(self._graphs) + 1, len(wanted))
             places = Places(cache, size, blocks, spare)
             attention.begin_in_place(_nothing(size, spare), places)
             self._graphs[size] = _Graph(model, places, size, room)

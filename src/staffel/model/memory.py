@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from staffel.config import ConfigError
+from staffel.control.request import SamplingParams
 from staffel.model import hook
 from staffel.model.attention import PackedStep
 from staffel.model.attention_kernels import best
 from staffel.model.cache import PagedCache
 from staffel.model.loader import CausalLM
+from staffel.model.sampler import SamplingState, sample
 
 BESIDE = 1 << 30
 """Bytes that a process takes besides torch's allocations: the driver's context, libraries and
@@ -55,6 +58,17 @@ class Need:
         return self.weights + self.step + self.graphs + BESIDE
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The largest that a step can have."""
+
+    chunk_tokens: int
+    """Of prompts."""
+    sequences: int
+    max_model_len: int
+    block_size: int
+
+
 def left_for_kv(share: Share, need: Need) -> int:
     """Bytes. Raises ConfigError where nothing is."""
     left = share.bytes - need.bytes
@@ -72,21 +86,19 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def need_of(
-    model: CausalLM, *, chunk_tokens: int, max_sequences: int, block_size: int, graphs: bool
-) -> Need:
+def need_of(model: CausalLM, sizes: Sizes, *, graphs: bool) -> Need:
     """Measured on the model's GPU, by steps of the largest sizes.
 
     Smaller ones follow, so that every kernel that a step may take is compiled by then.
     """
     device = model.net.device
     weights = torch.cuda.memory_allocated(device)
-    prompts = _peak(lambda: try_step(model, 1, chunk_tokens, block_size), device) - weights
-    decodes = _peak(lambda: try_step(model, max_sequences, 1, block_size), device) - weights
-    for size in _halves(max_sequences):
-        try_step(model, size, 1, block_size)
-    for size in _halves(chunk_tokens):
-        try_step(model, 1, size, block_size)
+    prompts = _peak(lambda: try_prompts(model, sizes, sizes.chunk_tokens), device) - weights
+    decodes = _peak(lambda: try_decodes(model, sizes, sizes.sequences), device) - weights
+    for size in _halves(sizes.sequences):
+        try_decodes(model, sizes, size)
+    for size in _halves(sizes.chunk_tokens):
+        try_prompts(model, sizes, size)
     return Need(weights, max(prompts, decodes), decodes if graphs else 0)
 
 
@@ -106,18 +118,32 @@ def _peak(work: Callable[[], None], device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def try_step(model: CausalLM, sequences: int, tokens: int, block_size: int) -> None:
-    """Compute so many new sequences of so many tokens, with everything that can be asked of them:
-    the log probabilities of all tokens."""
-    blocks = -(-tokens // block_size)
-    cache = PagedCache.scratch(model.kv_shape, len(model.layers), sequences * blocks, block_size,
-                               like=model.net)  # fmt: skip
+def try_prompts(model: CausalLM, sizes: Sizes, tokens: int) -> None:
+    """Compute so many tokens of prompts, with all that can be asked of them: the log probabilities
+    of every one. No sequence is longer than the model takes."""
+    whole, rest = divmod(tokens, sizes.max_model_len)
+    counts = [sizes.max_model_len] * whole + [rest] * (rest > 0)
+    _logits(model, counts, sizes.block_size).log_softmax(-1)
+
+
+@torch.inference_mode()
+def try_decodes(model: CausalLM, sizes: Sizes, sequences: int) -> None:
+    """Compute and draw the next token of so many sequences."""
+    params = SamplingParams(max_tokens=1, temperature=1)
+    states = [SamplingState(params, [1], [], None) for _ in range(sequences)]
+    sample(_logits(model, [1] * sequences, sizes.block_size), states)
+
+
+def _logits(model: CausalLM, counts: list[int], block_size: int) -> Tensor:
+    """Of all tokens of new sequences, [tokens, vocab] in float32. What they are doesn't matter, so
+    one block serves as everybody's cache."""
+    cache = PagedCache.scratch(model.kv_shape, len(model.layers), 1, block_size, like=model.net)
     attention = best(cache)
     hook.connect((layer.module for layer in model.layers), attention)
-    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
-    step = PackedStep(tables, np.zeros(sequences, np.int64), np.full(sequences, tokens))
+    tables = np.zeros((len(counts), -(-max(counts) // block_size)), np.int64)
+    step = PackedStep(tables, np.zeros(len(counts), np.int64), np.array(counts))
     attention.begin(step)
-    ids = np.arange(sequences * tokens) % model.vocab_size
+    ids = np.arange(sum(counts)) % model.vocab_size
     logits = model.logits(ids, step.positions, np.arange(len(ids)))
-    logits.float().log_softmax(-1)
     hook.disconnect(model.net)
+    return logits.float()

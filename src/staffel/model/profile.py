@@ -89,7 +89,8 @@ def profile(wanted: Wanted, watch: Watch) -> Profile:
             limits,
             _rough_cost(station, limits),
             wanted.budget / LEAST_ROUNDS,
-            beside=other is not None,
+            # Instances on GPUs have one each; two that share one would only take turns.
+            beside=other is not None and wanted.spec.device != "cuda",
         )
         times = measure(plan, station, neighbour, wanted.budget, watch)
     return conclude(wanted, region, times)

@@ -147,7 +147,9 @@ def _make_executor(setup: Setup) -> Executor:
         setup.model,
         kv_bytes=setup.spec.kv_bytes,
         chunk_tokens=setup.spec.chunk_tokens,
-        gpu=GpuUse(*setup.gpu_turn),
+        gpu=GpuUse(
+            *setup.gpu_turn, utilization=setup.spec.gpu_share, graphs=setup.spec.cuda_graphs
+        ),
         block_size=setup.spec.block_size,
         max_sequences=setup.spec.max_sequences,
         device=setup.spec.device,

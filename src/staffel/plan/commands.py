@@ -47,8 +47,18 @@ def plan(
     ] = None,
     inter_node: Annotated[str, option(_HARDWARE, "Each node's link to others.")] = "25Gb/s",
     kv_memory: Annotated[
-        str | None, option(_HARDWARE, "With --profile: KV cache of each instance. [default: 1GiB]")
+        str | None,
+        option(_HARDWARE, "With --profile: KV cache of each instance. [default: of a CPU 1GiB]"),
     ] = None,
+    token_cpu: Annotated[
+        float,
+        option(
+            _HARDWARE,
+            "CPU ms for each token that server and clients take from the instances' cores, "
+            "where they have no others.",
+            min=0,
+        ),
+    ] = 0.0,
     workload: Annotated[str, option(_WORKLOAD, "As `staffel bench goodput` takes it.")] = "chatbot",
     scale_lengths: Annotated[
         float, option(_WORKLOAD, "Factor for prompt and output lengths.")
@@ -104,6 +114,7 @@ def plan(
             intra_node=intra_node,
             inter_node=inter_node,
             kv_memory=kv_memory,
+            token_cpu_ms=token_cpu,
             workload=workload,
             scale_lengths=scale_lengths,
             max_model_len=max_model_len,

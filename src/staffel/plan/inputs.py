@@ -40,6 +40,7 @@ class Inputs:
     intra_node: str | None
     inter_node: str
     kv_memory: str | None
+    token_cpu_ms: float
     workload: str
     scale_lengths: float
     max_model_len: int | None
@@ -88,7 +89,8 @@ def prepare(given: Inputs) -> Prepared:
         affinity=cast(Affinity, given.affinity),
     )
     setting = Setting(basis=basis, workload=workload.name, model=engines.model, **more)
-    task = Task(drawn, given.attainment, given.seed, given.requests, Shell())
+    shell = Shell(token_cpu_s=given.token_cpu_ms / 1e3)
+    task = Task(drawn, given.attainment, given.seed, given.requests, shell)
     return Prepared(question, task, setting)
 
 

@@ -73,7 +73,10 @@ def simulate(
     ] = None,
     kv_memory: Annotated[
         str | None,
-        option(_PLACEMENT, "KV cache of each instance. [default: 1GiB; of a sheet, what fits]"),
+        option(
+            _PLACEMENT,
+            "KV cache of each instance. [default: of a CPU 1GiB, of a sheet what fits]",
+        ),
     ] = None,
     max_sequences: Annotated[
         int | None,

@@ -51,7 +51,8 @@ class CudaMemory:
             self.words.close()
             raise ConfigError(
                 f"--kv-memory: the GPU has no {shape.num_blocks * shape.block_bytes} bytes left "
-                "beside the weights; give less"
+                "for KV beside the weights and what else runs on it; give less, or a smaller "
+                "--gpu-memory-utilization"
             ) from None
         self.region = msgspec.structs.replace(
             self.words.region,
