@@ -228,7 +228,7 @@ def _banner(model: ModelSpec, options: ServeOptions, jobs: list[InstanceJob]) ->
     name = options.served_model_name or model.name
     instances = "\n".join(f"  {_describe(job)}" for job in jobs)
     body = (
-        f'{{"model": "{name}", "messages": '
+        f'{{"model": "{name}", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}'
     )
     key = ' -H "Authorization: Bearer $API_KEY"' if options.api_key else ""
