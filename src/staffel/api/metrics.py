@@ -93,17 +93,11 @@ class _Instances:
             ("preemptions", "Sequences that had to go for want of blocks."),
             ("started", "Dispatches that ran here."),
             ("copied_bytes", "Of KV, read from other instances."),
+            ("copied_seconds", "That copying took; copied_bytes over it is the speed."),
         ):
             yield _per_instance(
                 f"staffel_instance_{field}", text, instances, field, CounterMetricFamily
             )
-        yield _per_instance(
-            "staffel_instance_copied_seconds",
-            "That the instance spent copying KV from others; copied_bytes over it is the speed.",
-            instances,
-            "copied_s",
-            CounterMetricFamily,
-        )
 
     def describe(self) -> list[Metric]:
         return []

@@ -150,10 +150,11 @@ class GoodputSearch:
     def _reading(self, probe: Probe) -> tuple[Evidence, bool]:
         """What a probe says of its rate, and whether that is used."""
         counted = probe.counted()
-        share, late = evidence(counted, self._slo), second_half(probe.records, self._slo)
+        share = evidence(counted, self._slo)
         few, below = len(counted) < MIN_REQUESTS, probe.verdict == "below"
-        if few and below and late.requests:  # nothing has settled, and it is too high all the same
-            share = late
+        if few and below:  # nothing has settled, and it is too high all the same
+            late = second_half(probe.records, self._slo)
+            share = late if late.requests else share
         doubtful = (few and not below) or (probe.unsteady and share.share >= self._target)
         return share, probe.generator.kept_up and not doubtful
 

@@ -618,5 +618,5 @@ class EngineCore:
             preemptions=self._preemptions,
             started=self._started,
             copied_bytes=self._copied_bytes,
-            copied_s=self._copied_s,
+            copied_seconds=self._copied_s,
         )

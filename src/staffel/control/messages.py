@@ -228,7 +228,7 @@ class Load(Struct, frozen=True, array_like=True):
     """Dispatches that ever ran here."""
     copied_bytes: int
     """Of KV, ever read from other instances."""
-    copied_s: float
+    copied_seconds: float
     """Seconds that it took to copy them."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from staffel.config import ConfigError
+from staffel.config import CPU_KV_MEMORY, ConfigError, parse_bytes
 from staffel.latency.model import FittedModel
 
 
@@ -69,6 +69,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def basis(self) -> str:
         """What step times that come from it rest on, for the user."""
         return f"profile of {self.model} on {self.device}, {self.dtype}, {self.date}"
+
+    def kv_bytes(self, given: str | None, field: str) -> int:
+        """Of an instance's KV cache: what is given, else `serve`'s default on a CPU.
+
+        Raises:
+            ConfigError: naming `field`, where it can't be read, or depends on a GPU.
+        """
+        if given is None and self.device != "cpu":
+            raise ConfigError(f"{field}: a GPU's profile doesn't say what is left; give it")
+        return parse_bytes(given or CPU_KV_MEMORY, field)
 
     def for_tp(self, tp: int) -> FittedModel:
         """Raises ConfigError where this degree was not measured."""

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from staffel.bench.session import read_slo
 from staffel.bench.workloads import parse_workload
-from staffel.config import CPU_KV_MEMORY, ConfigError, check_choice
+from staffel.config import ConfigError, check_choice
 from staffel.latency.hardware import WEIGHT_BYTES, hardware_named
 from staffel.latency.link import parse_bandwidth
 from staffel.latency.profile import Profile
@@ -131,19 +131,15 @@ def _from_profile(given: Inputs) -> _Source:
         fixed_s=profile.transfer.fixed_s,
         beside=profile.device != "cpu",
     )
-    engines = sources.from_profile(profile, cluster, _kv_memory(given, profile))
+    engines = sources.from_profile(
+        profile, cluster, profile.kv_bytes(given.kv_memory, "--kv-memory")
+    )
     more: dict[str, Any] = {"serving": _serving(profile)}
     if profile.device == "cpu":
         more["device_word"] = "core" if profile.threads == 1 else f"{profile.threads} cores"
     if profile.interrupted:
         more["assumptions"] = ("the profile was cut short while it was measured",)
     return cluster, engines, profile.basis, more
-
-
-def _kv_memory(given: Inputs, profile: Profile) -> str:
-    if given.kv_memory is None and profile.device != "cpu":
-        raise ConfigError("--kv-memory: a GPU's profile doesn't say what is left; give it")
-    return given.kv_memory or CPU_KV_MEMORY
 
 
 def _places(profile: Profile) -> int:

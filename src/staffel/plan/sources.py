@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from staffel.config import ConfigError, parse_bytes
+from staffel.config import ConfigError
 from staffel.latency.hardware import Hardware
 from staffel.latency.profile import Profile
 from staffel.latency.roofline import Precision, RooflineModel
@@ -56,9 +56,9 @@ def _mla_note(model: str, shape: ModelShape, mla: Mla) -> list[str]:
     ]
 
 
-def from_profile(profile: Profile, cluster: Cluster, kv_memory: str) -> Engines:
-    """The degrees of tensor parallelism that were measured, each with `kv_memory` of KV."""
-    kv_tokens = parse_bytes(kv_memory, "--kv-memory") // profile.kv_bytes_per_token
+def from_profile(profile: Profile, cluster: Cluster, kv_bytes: int) -> Engines:
+    """The degrees of tensor parallelism that were measured, each with so many bytes of KV."""
+    kv_tokens = kv_bytes // profile.kv_bytes_per_token
     builds = {
         Parallel(tp, 1): Build(model, kv_tokens)
         for tp, model in sorted(profile.models.items())

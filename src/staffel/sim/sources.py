@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from staffel.config import CPU_KV_MEMORY, ConfigError, InstanceSpec, Placement, parse_bytes
+from staffel.config import ConfigError, InstanceSpec, Placement, parse_bytes
 from staffel.latency.hardware import Hardware
 from staffel.latency.model import LatencyModel
 from staffel.latency.profile import Profile
@@ -47,7 +47,7 @@ def from_profile(profile: Profile, placement: Placement) -> Setting:
 
     def instance(spec: InstanceSpec) -> InstanceModel:
         tp, pp = spec.parallel.tp, spec.parallel.pp
-        kv_tokens = _kv_bytes(spec, profile) // profile.kv_bytes_per_token
+        kv_tokens = profile.kv_bytes(spec.kv_memory, "kv_memory") // profile.kv_bytes_per_token
         made = _instance(spec, profile.for_tp(tp), kv_tokens)
         devices = profile.threads if on_cpu else tp * pp
         return replace(made, devices=devices, slowdown=profile.slowdown)
@@ -123,15 +123,6 @@ def _instance(spec: InstanceSpec, latency: LatencyModel, kv_tokens: int) -> Inst
         block_size=spec.block_size,
         pp=spec.parallel.pp,
     )
-
-
-def _kv_bytes(spec: InstanceSpec, profile: Profile) -> int:
-    """Raises ConfigError where it depends on a GPU that isn't there."""
-    if spec.kv_memory is None:
-        if profile.device != "cpu":
-            raise ConfigError("kv_memory: a GPU's profile doesn't say what is left; give one")
-        return parse_bytes(CPU_KV_MEMORY)
-    return parse_bytes(spec.kv_memory, "kv_memory")
 
 
 def _check_measured(spec: InstanceSpec, profile: Profile) -> None:
