@@ -42,8 +42,9 @@ class Seen:
     """What a journal tells."""
 
     steps: list[Step] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-    """Nanoseconds from a step's end to the next one's beginning, of instances that have work."""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    """When they ended, and nanoseconds from a step's end to the next one's beginning, of instances
+    that have work."""
     messages: list[int] = field(default_factory=list)
     """Nanoseconds from a step's end to the router's knowing of it."""
     submitted: list[int] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Tracker:
 
     def schedule(self, now: int, batch: Batch | None) -> None:
         if batch is not None and self.ended is not None:
-            self._seen.gaps.append(now - self.ended)
+            self._seen.gaps.append((now, now - self.ended))
         self.ended = None
         if batch is not None:
             reads = sum(len(chunk.blocks) for chunk in batch.reads)
@@ -146,7 +147,10 @@ def _note_report(
 
 def shell_table(seen: Seen) -> list[list[str]]:
     rows = [["ms", "P10", "P50", "P90"]]
-    for name, sample in (("between steps", seen.gaps), ("step to router", seen.messages)):
+    for name, sample in (
+        ("between steps", [gap for _, gap in seen.gaps]),
+        ("step to router", seen.messages),
+    ):
         rows.append([name, *(f"{value / 1e6:.2f}" for value in _spread(sample))])
     return rows
 

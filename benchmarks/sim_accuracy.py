@@ -2,16 +2,19 @@
 
     python benchmarks/sim_accuracy.py [--quick] [--requests N] [--rates R,R,...] [--minutes M]
 
-Profiles this machine, then serves 1P1D and two colocated instances with chunked prefill, one
-thread each, at five rates: those at which the simulator expects the attainments in `AIMS`. Every
-cell is really run twice, with the same requests at the same times; the simulator gets what was
-sent, from the benchmark's own file. What the shell adds to the executor's steps is taken from the
-journal of a short run apart from those that are compared, and the CPU time that the server and the
-load generator take from the instances' cores, for each token, from another. All requests count,
-with no warm-up cut off on either side.
+For 1P1D and for two colocated instances with chunked prefill, one thread each: profiles this
+machine, and serves at five rates, those at which the simulator expects the attainments in `AIMS`.
+Every cell is really run twice, with the same requests at the same times; the simulator gets what
+was sent, from the benchmark's own file. What the shell adds to the executor's steps is taken from
+the journal of a short run apart from those that are compared, and the CPU time that server and load
+generator take from the instances' cores from others (`host_cpu.py`). All requests count, with no
+warm-up cut off on either side.
 
-A machine isn't as fast at all times. So it is profiled once more when all is done, and everything
-is simulated again by that: what the two say differently, no simulation could know.
+A machine isn't as fast at all times, and a virtual one's cores are now nearer to each other, now
+farther. So each placement's runs are profiled once more afterwards, and simulated by that as well:
+what the two say differently, no simulation could know. And they are simulated once more with steps
+as long as they really were, in the mean of each phase, by the server's journal: what is wrong then
+is not the steps.
 """
 
 from __future__ import annotations
@@ -19,22 +22,27 @@ from __future__ import annotations
 import argparse
 import socket
 import subprocess
-import urllib.request
+import time
+from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from goodput_placements import PORT, RESULTS, URL, serving, staffel
-from journal_steps import read
+from host_cpu import measure as measure_host_cpu
+from journal_steps import Seen, read
 
 from staffel.bench.records import Record
 from staffel.bench.results import Probe, Result
 from staffel.bench.summary import percentile, values
 from staffel.bench.workloads import parse_workload
 from staffel.config import SLO, parse_bytes
-from staffel.latency.model import Work
+from staffel.latency.fit import phase_of
+from staffel.latency.model import FittedModel, Regime, Work
 from staffel.latency.profile import Profile
 from staffel.sim.goodput import arrivals_at
 from staffel.sim.models import Arrival, InstanceModel, LinkModel, Shell
@@ -43,6 +51,8 @@ from staffel.terminal import out, print_table
 
 WORKLOAD = "lognormal:80,0.5,24,0.5"
 KV_MEMORY = "512MiB"
+OPTIONS = ["--threads", "1", "--kv-memory", KV_MEMORY, "--no-prefix-cache"]
+"""The same prompts come again; the simulator has none that are alike."""
 PLACEMENTS = {
     "1P1D": ["--prefill", "1", "--decode", "1"],
     "2C-chunked": ["--colocated", "2", "--policy", "chunked"],
@@ -66,6 +76,15 @@ class Figures(NamedTuple):
     tpot_p90: float
 
 
+class Steps(NamedTuple):
+    """How long steps really took, in one run."""
+
+    lines: dict[str, tuple[float, float]]
+    """By phase: seconds more, and times as long, as by the profile, its slowdown left out."""
+    gap_s: float
+    """Between two of an instance."""
+
+
 class Machine(NamedTuple):
     """What is known of it before anything is compared."""
 
@@ -83,11 +102,36 @@ class Cell(NamedTuple):
     """By the profile that was made before."""
     afterwards: Figures
     """By the one that was made after the runs."""
+    stepped: list[Figures]
+    """Simulated for each real run, with steps as long as they were in it."""
+    steps: list[Steps]
+    """Of each real run."""
     kept_up: bool
     """False: the load generator was late in one of the real runs."""
 
 
 # ---- the simulated side
+
+
+def as_stepped(machine: Machine, steps: Steps) -> Machine:
+    """A machine whose steps are so long, whatever it is that lengthens them."""
+    model = machine.profile.for_tp(1)
+    longer = FittedModel(
+        **{
+            phase: tuple(_longer(regime, *steps.lines.get(phase, (0.0, 1.0))) for regime in regimes)
+            for phase, regimes in msgspec.structs.asdict(model).items()
+        }
+    )
+    profile = msgspec.structs.replace(machine.profile, models={1: longer}, slowdown={})
+    shell = replace(machine.shell, step_s=steps.gap_s, cpu=None)
+    return machine._replace(profile=profile, shell=shell)
+
+
+def _longer(regime: Regime, seconds: float, times: float) -> Regime:
+    costs = msgspec.structs.asdict(regime)
+    bound, constant = costs.pop("up_to"), costs.pop("constant")
+    scaled = {name: times * cost for name, cost in costs.items()}
+    return Regime(up_to=bound, constant=times * constant + seconds, **scaled)
 
 
 def instances(placement: str, profile: Profile) -> list[InstanceModel]:
@@ -156,41 +200,28 @@ def really(folder: Path, name: str, rate: float, requests: int, slo: SLO) -> Pro
 
 
 def shell_costs(folder: Path, slo: SLO) -> Shell:
-    """By the journal of a run in which requests hardly meet, and one in which they do."""
-    journal = folder / "journal.jsonl"
-    journal.unlink(missing_ok=True)
-    options = [*PLACEMENTS["1P1D"], "--threads", "1", "--kv-memory", KV_MEMORY]
-    with serving([*options, "--record", str(journal)]):
+    """By the journal of a run in which requests hardly meet, and three in which they do."""
+    journal = _new_journal(folder, "shell")
+    with serving([*PLACEMENTS["1P1D"], *OPTIONS, "--record", str(journal)]):
         records = really(folder, "shell", 0.7, 20, slo).records
-    with serving(options):
-        token_cpu = _token_cpu(folder, slo)
     with journal.open("rb") as lines:
         seen = read(lines)
-    outside = median(values(records, "ttft")) - median(seen.first_tokens.values()) / 1e9
+    inside = list(seen.first_tokens.values())[-len(records) :]  # the generator asks once before
+    outside = [
+        ttft - first / 1e9 for ttft, first in zip(values(records, "ttft"), inside, strict=True)
+    ]
     return Shell(
         message_s=median(seen.messages) / 1e9,
-        step_s=median(seen.gaps) / 1e9,
-        request_s=max(outside, 0.0),
-        token_cpu_s=token_cpu,
+        step_s=median(gap for _, gap in seen.gaps) / 1e9,
+        request_s=max(median(outside), 0.0),
+        cpu=measure_host_cpu(),
     )
 
 
-def _token_cpu(folder: Path, slo: SLO) -> float:
-    """CPU seconds for each token, of the server and the load generator."""
-    before = _server_cpu()
-    probe = really(folder, "cpu", 4, 100, slo)
-    server = _server_cpu() - before
-    seconds = max(record.ended or 0.0 for record in probe.records)
-    tokens = sum(record.tokens for record in probe.records)
-    return (server + probe.generator.cpu_share * seconds) / tokens
-
-
-def _server_cpu() -> float:
-    """Seconds so far, its instances' not counted."""
-    with urllib.request.urlopen(f"{URL}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    name = "process_cpu_seconds_total "
-    return float(next(line for line in lines if line.startswith(name)).removeprefix(name))
+def _new_journal(folder: Path, name: str) -> Path:
+    journal = folder / f"{name}.jsonl"
+    journal.unlink(missing_ok=True)
+    return journal
 
 
 def arrivals_of(records: list[Record]) -> list[Arrival]:
@@ -201,39 +232,83 @@ def arrivals_of(records: list[Record]) -> list[Arrival]:
     ]
 
 
+class Real(NamedTuple):
+    """One run, and when it was: nanoseconds of the monotonic clock, as the journal's are."""
+
+    probe: Probe
+    began: int
+    ended: int
+
+
 class Run(NamedTuple):
     """What was really done at one rate."""
 
     placement: str
     rate: float
-    probes: list[Probe]
+    real: list[Real]
 
 
-def measure(
+def timed(folder: Path, name: str, rate: float, requests: int, slo: SLO) -> Real:
+    began = time.monotonic_ns()
+    probe = really(folder, name, rate, requests, slo)
+    return Real(probe, began, time.monotonic_ns())
+
+
+def serve(
     folder: Path, placement: str, machine: Machine, rates: list[float], requests: int
-) -> list[Run]:
-    """Of one placement. The two probes of a rate lie far apart in time."""
-    slo = machine.slo
-    with serving([*PLACEMENTS[placement], "--threads", "1", "--kv-memory", KV_MEMORY]):
+) -> tuple[list[Run], Seen]:
+    """All runs of one placement, and its journal. The two of a rate lie far apart in time."""
+    slo, journal = machine.slo, _new_journal(folder, placement)
+    with serving([*PLACEMENTS[placement], *OPTIONS, "--record", str(journal)]):
         really(folder, f"{placement}-warm-up", rates[0], 10, slo)
         runs = [
-            [really(folder, f"{placement}-{rate:g}-{run}", rate, requests, slo) for rate in rates]
+            [timed(folder, f"{placement}-{rate:g}-{run}", rate, requests, slo) for rate in rates]
             for run in range(REAL_RUNS)
         ]
-    return [Run(placement, rate, list(probes)) for rate, *probes in zip(rates, *runs, strict=True)]
+    found = [Run(placement, rate, list(real)) for rate, *real in zip(rates, *runs, strict=True)]
+    with journal.open("rb") as lines:
+        seen = read(lines)
+    journal.unlink()
+    return found, seen
 
 
-def compare(run: Run, machine: Machine, after: Machine) -> Cell:
+def steps_of(real: Real, seen: Seen, profile: Profile) -> Steps:
+    """By least squares, which leave the mean as it is: on it a queue depends."""
+    model = profile.for_tp(1)
+    pairs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step in seen.steps:
+        if real.began <= step.begin <= real.ended and (step.work.prompts or step.work.decodes):
+            took = (step.end - step.begin) / 1e9
+            pairs[phase_of(step.work)].append((model.step_seconds(step.work), took))
+    gaps = [gap for at, gap in seen.gaps if real.began <= at <= real.ended]
+    return Steps({phase: _line(found) for phase, found in pairs.items()}, fmean(gaps) / 1e9)
+
+
+def _line(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    expected, took = np.array(pairs).T
+    slope, start = np.polyfit(expected, took, 1)
+    return float(start), float(slope)
+
+
+def compare(run: Run, seen: Seen, machine: Machine, after: Machine) -> Cell:
     """The real runs of a rate beside simulations of what the first one sent."""
-    sent, slo = arrivals_of(run.probes[0].records), machine.slo
+    probes = [real.probe for real in run.real]
+    sent = arrivals_of(probes[0].records)
+    steps = [steps_of(real, seen, machine.profile) for real in run.real]
+
+    def by(machine: Machine) -> Figures:
+        return figures(simulated(run.placement, machine, sent), machine.slo)
+
     return Cell(
         placement=run.placement,
         rate=run.rate,
         requests=len(sent),
-        real=[figures(probe.records, slo) for probe in run.probes],
-        simulated=figures(simulated(run.placement, machine, sent), slo),
-        afterwards=figures(simulated(run.placement, after, sent), slo),
-        kept_up=all(probe.generator.kept_up for probe in run.probes),
+        real=[figures(probe.records, machine.slo) for probe in probes],
+        simulated=by(machine),
+        afterwards=by(after),
+        stepped=[by(as_stepped(machine, one)) for one in steps],
+        steps=steps,
+        kept_up=all(probe.generator.kept_up for probe in probes),
     )
 
 
@@ -256,10 +331,10 @@ def spread_of(runs: list[Figures]) -> Figures:
     return Figures(*(max(column) - min(column) for column in zip(*runs, strict=True)))
 
 
-def judged(cell: Cell) -> dict[str, Any]:
+def judged(cell: Cell, simulation: Figures) -> dict[str, Any]:
     """How far off, and whether that is within the target: attainment within 2 points or the
     spread of the real runs, whichever is larger; P90s within 10 %."""
-    real, spread, simulation = mean_of(cell.real), spread_of(cell.real), cell.simulated
+    real, spread = mean_of(cell.real), spread_of(cell.real)
     off = simulation.attainment - real.attainment
     p90 = {
         name: getattr(simulation, name) / getattr(real, name) - 1
@@ -283,6 +358,7 @@ def table(cells: list[Cell]) -> list[list[str]]:
         rows.append(["", "spread", *_row(spread_of(cell.real))])
         rows.append(["", "simulated", *_row(cell.simulated)])
         rows.append(["", "by the profile afterwards", *_row(cell.afterwards)])
+        rows.append(["", "by steps as they were", *_row(mean_of(cell.stepped))])
     return [head, *rows]
 
 
@@ -312,28 +388,32 @@ def main() -> None:
     parser.add_argument("--minutes", default="2", help="for each profile")
     parser.add_argument("--rates", help="with commas; by default by the simulator's expectation")
     parser.add_argument("--placement", choices=PLACEMENTS, help="this one only")
-    parser.add_argument("--quick", action="store_true", help="two rates, 40 requests: a trial")
+    parser.add_argument("--quick", action="store_true", help="two rates, 50 requests: a trial")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     _check_free()
-    requests = 40 if options.quick else options.requests
+    requests = 50 if options.quick else options.requests
     minutes = "0.7" if options.quick else options.minutes
-    profile = _profile(options.out, "before", minutes)
-    slo = slo_of(profile)
-    machine = Machine(profile, shell_costs(options.out, slo), slo)
-    out.print(f"SLO: {machine.slo}; {machine.shell}", highlight=False, soft_wrap=True)
-    runs: list[Run] = []
+    rates = [float(rate) for rate in options.rates.split(",")] if options.rates else None
+    aims = AIMS[1::2] if options.quick else AIMS
+    machine: Machine | None = None
+    cells: list[Cell] = []
+    drifts: list[dict[str, float]] = []
     for placement in [options.placement] if options.placement else PLACEMENTS:
-        if options.rates:
-            rates = [float(rate) for rate in options.rates.split(",")]
-        else:
-            aims = AIMS[1::2] if options.quick else AIMS
-            rates = [rate_for(aim, placement, machine, requests) for aim in aims]
-        runs += measure(options.out, placement, machine, rates, requests)
-    after = machine._replace(profile=_profile(options.out, "after", minutes))
-    cells = [compare(run, machine, after) for run in runs]
+        profile = _profile(options.out, f"{placement}-before", minutes)
+        if machine is None:
+            slo = slo_of(profile)
+            machine = Machine(profile, shell_costs(options.out, slo), slo)
+            out.print(f"SLO: {slo}; {machine.shell}", highlight=False, soft_wrap=True)
+        machine = machine._replace(profile=profile)
+        wanted = rates or [rate_for(aim, placement, machine, requests) for aim in aims]
+        runs, seen = serve(options.out, placement, machine, wanted, requests)
+        after = machine._replace(profile=_profile(options.out, f"{placement}-after", minutes))
+        cells += [compare(run, seen, machine, after) for run in runs]
+        drifts.append(drift(machine.profile, after.profile))
+    assert machine is not None
     print_table(table(cells))
-    _save(options.out.with_suffix(".json"), machine, after, cells)
+    _save(options.out.with_suffix(".json"), machine, drifts, cells)
 
 
 def _check_free() -> None:
@@ -349,31 +429,40 @@ def _profile(folder: Path, when: str, minutes: str) -> Profile:
     return Profile.load(file)
 
 
-def _save(file: Path, machine: Machine, after: Machine, cells: list[Cell]) -> None:
+def _save(file: Path, machine: Machine, drifts: list[dict[str, float]], cells: list[Cell]) -> None:
     found = {
         "workload": WORKLOAD,
         "slo": machine.slo,
         "shell": machine.shell,
         "versions": machine.profile.versions,
         "date": machine.profile.date,
-        "drift": drift(machine.profile, after.profile),
-        "cells": [
-            {
-                **cell._asdict(),
-                "real": [run._asdict() for run in cell.real],
-                "simulated": cell.simulated._asdict(),
-                "afterwards": cell.afterwards._asdict(),
-                **judged(cell),
-            }
-            for cell in cells
-        ],
+        "drift": drifts,
+        "cells": [_plain(cell) for cell in cells],
     }
     file.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    within = sum(cell["attainment_within"] for cell in found["cells"])
-    p90 = sum(cell["p90_within"] for cell in found["cells"])
-    slower = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found["drift"].items())
-    out.print(f"steps by the profile afterwards over those by the one before: {slower}")
-    out.print(f"of {len(cells)} cells attainment is within the target in {within}, P90 in {p90}")
+    for one in drifts:
+        slower = ", ".join(f"{name} {ratio:.2f}" for name, ratio in one.items())
+        out.print(f"steps by the profile afterwards over those by the one before: {slower}")
+    for name in ("judged", "judged_stepped"):
+        attainment, p90 = (
+            sum(cell[name][key] for cell in found["cells"])
+            for key in ("attainment_within", "p90_within")
+        )
+        out.print(f"{name}: of {len(cells)} cells within the target: {attainment}, P90: {p90}")
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    """With names, for the file."""
+    return {
+        **cell._asdict(),
+        "real": [run._asdict() for run in cell.real],
+        "simulated": cell.simulated._asdict(),
+        "afterwards": cell.afterwards._asdict(),
+        "stepped": [run._asdict() for run in cell.stepped],
+        "steps": [steps._asdict() for steps in cell.steps],
+        "judged": judged(cell, cell.simulated),
+        "judged_stepped": judged(cell, mean_of(cell.stepped)),
+    }
 
 
 if __name__ == "__main__":

@@ -121,6 +121,14 @@ def serve(
         int | None,
         typer.Option(min=1, help="Tokens of a KV block. [default: 16]", rich_help_panel=_PLACEMENT),
     ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Compute what prompts begin with in common once. [default: prefix-cache]",
+            rich_help_panel=_PLACEMENT,
+        ),
+    ] = None,
     max_sequences: Annotated[
         int | None,
         typer.Option(
@@ -233,6 +241,7 @@ def serve(
         "kv_memory": kv_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
+        "prefix_cache": prefix_cache,
         "max_sequences": max_sequences,
         "dtype": dtype and dtype.value,
         "quantization": quantization and quantization.value,

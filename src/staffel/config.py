@@ -177,6 +177,8 @@ class InstanceSpec(
     """Share of a GPU's memory that is used by all instances on it; None: 0.9."""
     block_size: int = 16
     """Tokens of one block."""
+    prefix_cache: bool = True
+    """Whether prompts that begin like earlier ones take the KV of that part from them."""
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
     """Weights in fewer bits, made when the model is loaded; None: as they are."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from staffel.control.messages import Decoded, Event, Tokens
+from staffel.control.messages import Decoded, Event, Start, Tokens
 from staffel.control.request import Request, SamplingParams
 from tests.control.world import (
     BLOCK,
@@ -186,6 +186,30 @@ def test_prefix_cache_hits_are_counted_and_can_be_bypassed() -> None:
         world.run()
     cached = {delta.request: delta.cached_tokens for delta in world.deltas if delta.index == 0}
     assert cached == {"cold": 0, "warm": 16, "bypass": 0}
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize(("prefix_cache", "place"), [(True, "prefill-0"), (False, "prefill-1")])
+def test_like_prompts_meet_where_they_are_cached(prefix_cache: bool, place: str) -> None:
+    """The second comes when the first one's instance has something else to do: less than the whole
+    prompt would be, but without a cache more than the other instance has."""
+    world = disaggregated(2, prefix_cache=prefix_cache)
+    first, other = prompts(4, [34, 8])
+    world.submit(request("first", first, 2))
+    world.run()
+    world.submit(request("other", other, 2))
+    world.submit(request("second", first, 2))
+    started = {
+        command.request.id: name
+        for name, worker in world.workers.items()
+        for order in worker.orders
+        for command in order.commands
+        if isinstance(command, Start)
+    }
+    assert started == {"other": "prefill-0", "second": place}
+    world.run()
+    cached = {delta.request: delta.cached_tokens for delta in world.deltas if delta.index == 0}
+    assert cached == {"first": 0, "other": 0, "second": 32 if prefix_cache else 0}
     world.assert_at_rest()
 
 

@@ -147,7 +147,7 @@ class Worker:
         )  # fmt: skip
         return Hello(
             instance=config.instance, incarnation=config.incarnation, role=config.role,
-            region=region,
+            region=region, prefix_cache=config.prefix_cache,
         )  # fmt: skip
 
 
@@ -182,11 +182,13 @@ class World:
         policy: Policy = "chunked",
         read_blocks: int = 2,
         stages: int = 1,
+        prefix_cache: bool = True,
     ) -> Worker:
         config = EngineConfig(
             instance=name, incarnation=next(self._incarnations), role=role, policy=policy,
             num_blocks=blocks, block_size=BLOCK, max_sequences=sequences, chunk_tokens=chunk,
             read_blocks=read_blocks, lease_ns=LEASE, stages=stages,
+            prefix_cache=prefix_cache,
         )  # fmt: skip
         worker = self.workers[name] = Worker(config, self.depth)
         self.act(self.router.join(worker.hello, self.now))

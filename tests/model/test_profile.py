@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from staffel.config import ConfigError, InstanceSpec, ModelSpec
 from staffel.control.messages import KvRegion
 from staffel.latency.fit import phase_of
 from staffel.latency.model import Work
-from staffel.latency.profile import Profile
+from staffel.latency.profile import Profile, Slowdown
 from staffel.model.commands import profile as command
 from staffel.model.profile import (
     REST,
@@ -20,6 +21,7 @@ from staffel.model.profile import (
     Wanted,
     Watch,
     conclude,
+    fit_slowdown,
     fit_transfer,
     measure,
     share_cores,
@@ -94,14 +96,31 @@ def test_no_busy_neighbour_without_cores_for_it() -> None:
 # ---- what is concluded
 
 
-def test_a_slowdown_is_the_median_over_shapes_of_medians() -> None:
+def test_a_slowdown_has_a_fixed_part_and_a_share_of_the_mean_without_the_extremes() -> None:
     times = Times()
-    for size, factor in ((8, 1.2), (16, 1.4), (32, 9.0)):
+    for size in (8, 16, 32):
         shape = BatchShape(prompts=1, new=size)
         times.steps[REST, shape] = [size, size, 100 * size]
-        times.steps["decode", shape] = [factor * size] * 2 + [100 * size]
+        # As often beside a neighbour that costs nothing as beside one that costs twice as much.
+        longer = 2 * (3 + 0.1 * size)
+        times.steps["decode", shape] = [size, size + longer] * 5 + [100 * size, 0.1]
         times.steps["prefill", shape] = [0.9 * size]
-    assert slowdowns(times) == {"prefill": {"decode": pytest.approx(1.4), "prefill": 1.0}}
+    found = slowdowns(times)["prefill"]
+    assert found["decode"].fixed_s == pytest.approx(3)
+    assert found["decode"].share == pytest.approx(0.1)
+    assert found["prefill"] == Slowdown()
+
+
+def test_a_slowdown_of_one_step_is_a_share() -> None:
+    assert fit_slowdown([(1.0, 1.25)]) == Slowdown(share=0.25)
+
+
+def test_short_steps_are_measured_more_often_beside_a_neighbour() -> None:
+    plan = make_plan(LIMITS, COST, 1000, beside=True)
+    often = Counter(plan.reference)
+    assert often[max(often, key=COST.seconds)] == 1
+    assert often[min(often, key=COST.seconds)] > 1
+    assert Counter(plan.shapes)[plan.reference[0]] == 1
 
 
 def test_a_copy_has_a_fixed_part_and_a_speed() -> None:
@@ -188,7 +207,8 @@ def test_what_the_stations_say_is_what_the_profile_says() -> None:
     assert model.step_seconds(Work.decode(9, 100)) == pytest.approx(0.066, rel=1e-3)
     assert found.kv_bytes_per_token == 46080
     assert found.transfer.seconds(3 * 737280) == pytest.approx(3.1e-3)
-    assert found.slowdown["decode"] == {"prefill": 1.3, "decode": 1.5}
+    assert found.slowdown["decode"]["prefill"].seconds(0.1) == pytest.approx(0.03)
+    assert found.slowdown["decode"]["decode"].seconds(0.1) == pytest.approx(0.05)
     assert set(found.slowdown) == {"prefill", "decode", "mixed"}
     assert not found.interrupted
 

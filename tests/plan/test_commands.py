@@ -47,11 +47,11 @@ def test_what_server_and_clients_take_lowers_the_goodput(profile, tmp_path):
     def goodput(cost: str) -> float:
         file = tmp_path / "plan.json"
         words = ("--profile", profile, "--workload", "fixed:40,20", "--slo", "ttft=1,tpot=0.2")
-        more = ("--executable", "--requests", "50", "--token-cpu", cost, "-o", str(file))
+        more = ("--executable", "--requests", "50", "--host-cpu", cost, "-o", str(file))
         assert run(*words, *more, place=tmp_path).exit_code == 0
         return json.loads(file.read_text())["recommended"]["goodput"]
 
-    assert goodput("10") < 0.9 * goodput("0")
+    assert goodput("10,5,1") < 0.9 * goodput("0,0,0")
 
 
 SHEET = ("--hardware", "a100-80g", "--model", "opt-13b")

@@ -90,9 +90,9 @@ def test_cpu_time_of_others_lengthens_steps(profile: Path, tmp_path: Path) -> No
     words = ["--profile", str(profile), "--colocated", "1", *SLO, *FEW, "--rate", "10",
              "--workload", "fixed:100,10"]  # fmt: skip
     tpots = []
-    for cost in ("0", "5"):
+    for cost in ("0,0,0", "0,4,1"):
         file = tmp_path / "run.json"
-        run(*words, "--token-cpu", cost, "-o", str(file))
+        run(*words, "--host-cpu", cost, "-o", str(file))
         records = Measured.load(file).probes[0].records
         tpots.append(min(record.tpot for record in records))
     assert tpots[1] == pytest.approx(tpots[0] + 0.005, rel=0.1)
@@ -125,6 +125,7 @@ def test_a_placement_file_and_a_slow_link(profile: Path, tmp_path: Path) -> None
         ([*SHEET, "--rate", "1", "--decode", "0"], "no decode instance"),
         ([*SHEET, "--rate", "1", "--placement", "p.yaml", "--decode", "2"], "--decode"),
         ([*SHEET, "--rate", "1", "--link", "fast"], "--link"),
+        ([*SHEET, "--rate", "1", "--host-cpu", "fast"], "--host-cpu: 'fast'"),
         ([*SHEET, "--rate", "1", "-o", "/nowhere/at/all.json"], "can't be written"),
     ],
 )
@@ -132,6 +133,17 @@ def test_wrong_use_is_named(words: list[str], named: str) -> None:
     ended = CliRunner().invoke(APP, [*words, *SLO, *FEW])
     assert ended.exit_code == 2
     assert named in ended.output
+
+
+def test_a_placement_file_says_how_much_of_a_gpu_is_used(tmp_path: Path) -> None:
+    """The model's weights need 26 GB of the 80."""
+    placement = tmp_path / "placement.yaml"
+    words = ["--placement", str(placement), *SHEET, *SLO, *FEW, "--rate", "1"]
+    one = "instances: [{role: colocated, device: cuda, gpu_memory_utilization: %s}]"
+    placement.write_text(one % 0.5)
+    run(*words)
+    placement.write_text(one % 0.25)
+    assert "21 GB usable" in " ".join(run(*words, code=2).output.replace("│", " ").split())
 
 
 def test_options_of_a_sheet_do_not_go_with_a_profile(profile: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from staffel.config import SLO, ConfigError
 from staffel.latency.model import Work
-from staffel.sim.models import IDEAL, Arrival, LinkModel, Shell
+from staffel.latency.profile import Slowdown
+from staffel.sim.models import IDEAL, Arrival, HostCpu, LinkModel, Shell
 from staffel.sim.system import simulate
 from tests.sim.cases import SECOND, Constant, Linear, at_once, model, poisson
 
@@ -50,12 +51,12 @@ def test_messages_and_loops_take_their_time() -> None:
 
 
 def test_others_take_cpu_time_only_from_hosts_without_an_idle_instance() -> None:
-    """Two alike side by side: of each token of either, each of them gives half the time."""
+    """Two alike side by side: of each step of either, each of them gives half the time."""
     pair = [model("colocated"), model("colocated")]
     alone, together = (
         [
             simulate(pair, None, at_once(requests, 100, 40), shell=shell).records[0].tpot
-            for shell in (IDEAL, Shell(message_s=0.0, token_cpu_s=0.01))
+            for shell in (IDEAL, Shell(message_s=0.0, cpu=HostCpu(0.0, 0.008, 0.002)))
         ]
         for requests in (1, 2)
     )
@@ -132,6 +133,8 @@ def test_prompts_that_begin_alike_hit_the_prefix_cache() -> None:
     other = [Arrival(i * SECOND, 160, 2, prefix=(7, 9 + i), block=64) for i in range(3)]
     outcome = simulate([model("colocated")], None, other)
     assert [summary.cached_tokens for summary in outcome.summaries] == [0, 64, 64]
+    without = simulate([model("colocated", prefix_cache=False)], None, alike)
+    assert [summary.cached_tokens for summary in without.summaries] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -169,7 +172,10 @@ def test_a_lone_request_goes_no_faster_through_a_pipeline() -> None:
 
 
 def test_busy_neighbours_slow_a_step_down() -> None:
-    slowdown = {"prefill": {"prefill": 2.0}, "decode": {"prefill": 1.5}}
+    slowdown = {
+        "prefill": {"prefill": Slowdown(fixed_s=0.0055, share=0.5)},
+        "decode": {"prefill": Slowdown(share=0.5)},
+    }
     instances = [model("colocated", slowdown=slowdown) for _ in range(2)]
     alone, beside = (
         simulate(instances, None, at_once(requests, 100, 1), shell=IDEAL) for requests in (1, 2)

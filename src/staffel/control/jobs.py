@@ -59,7 +59,7 @@ class Instance:
         self.name = hello.instance
         self.role = hello.role
         self.capacity = hello.region.num_blocks * hello.region.block_size
-        self.index = PrefixIndex(hello.region.num_blocks)
+        self.index = PrefixIndex(hello.region.num_blocks if hello.prefix_cache else 0)
         self.jobs: dict[int, Job] = {}
         """By dispatch."""
         self.queued_tokens = 0

@@ -249,6 +249,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     incarnation: int
     role: Role
     region: KvRegion
+    prefix_cache: bool = True
 
 
 class Unable(Struct, frozen=True, tag=True):

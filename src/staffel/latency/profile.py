@@ -25,6 +25,25 @@ class TransferModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.fixed_s + size / self.bytes_per_second
 
 
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step takes longer beside a busy neighbour: fixed_s + share * what it takes alone.
+
+    Weights come from memory once in each step, however large it is, and that is what neighbours
+    contend for most: a short step is slowed down by a larger share than a long one.
+    """
+
+    fixed_s: float = 0.0
+    share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.fixed_s < 0 or self.share < 0:
+            raise ConfigError("slowdown: fixed_s and share must not be below 0")
+
+    def seconds(self, alone: float) -> float:
+        """That a step takes longer which takes `alone` seconds without the neighbour."""
+        return self.fixed_s + self.share * alone
+
+
 class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relative errors of a fit in one region, on points that the fit did not see."""
 
@@ -59,9 +78,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """"int8": weights in 8 bits; None: as they are."""
     cores: int = 0
     """CPU cores of the machine; 0: not known."""
-    slowdown: dict[str, dict[str, float]] = {}
-    """How many times longer a step of a phase ("prefill", "decode", "mixed") takes while another
-    instance of the same machine computes "prefill" or "decode". Empty: not measured."""
+    slowdown: dict[str, dict[str, Slowdown]] = {}
+    """What a step of a phase ("prefill", "decode", "mixed") takes longer while another instance of
+    the same machine computes "prefill" or "decode". Empty: not measured."""
     interrupted: bool = False
     """Whether measuring was cut short: fewer repetitions, or fewer batches."""
 

@@ -22,7 +22,7 @@ from staffel.config import (
 from staffel.terminal import or_error, out, print_table
 
 if TYPE_CHECKING:  # what measures is loaded when something is measured
-    from staffel.latency.profile import Profile
+    from staffel.latency.profile import Profile, Slowdown
     from staffel.model.profile import Wanted
 
 
@@ -178,7 +178,7 @@ def tables(profile: Profile) -> list[tuple[str, list[list[str]]]]:
         (f"Fitted: {head}", [["step", "ms"], *steps]),
     ]  # fmt: skip
     if profile.slowdown:
-        found.append(("Slower beside a busy neighbour", _slowdown_table(profile)))
+        found.append(("Longer beside a busy neighbour", _slowdown_table(profile)))
     return found
 
 
@@ -189,7 +189,13 @@ def _copy_seconds(profile: Profile, tokens: int) -> float:
 def _slowdown_table(profile: Profile) -> list[list[str]]:
     neighbours = sorted({name for factors in profile.slowdown.values() for name in factors})
     rows = [
-        [phase, *(f"{factors[name]:.2f} x" if name in factors else "-" for name in neighbours)]
+        [phase, *(_slowdown_text(factors.get(name)) for name in neighbours)]
         for phase, factors in profile.slowdown.items()
     ]
     return [["step", *(f"neighbour: {name}" for name in neighbours)], *rows]
+
+
+def _slowdown_text(slowdown: Slowdown | None) -> str:
+    if slowdown is None:
+        return "-"
+    return f"{1e3 * slowdown.fixed_s:.1f} ms + {slowdown.share:.1%}"

@@ -10,7 +10,7 @@ import os
 import platform
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,13 +21,14 @@ from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.stats import trim_mean
 
 import staffel
 from staffel.config import ConfigError, InstanceSpec, ModelSpec
 from staffel.control.messages import KvRegion
 from staffel.latency.fit import Fit, Point, fit
 from staffel.latency.hardware import WEIGHT_BYTES
-from staffel.latency.profile import Profile, TransferModel
+from staffel.latency.profile import Profile, Slowdown, TransferModel
 from staffel.model.shapes import BatchShape, Limits, Plan, RoughCost, make_plan
 from staffel.model.stations import Station
 from staffel.model.timing import Setup
@@ -228,22 +229,38 @@ def points(times: Times) -> list[Point]:
     ]
 
 
-def slowdowns(times: Times) -> dict[str, dict[str, float]]:
-    """By a step's phase and what the neighbour computes: how many times longer the step takes.
+def slowdowns(times: Times) -> dict[str, dict[str, Slowdown]]:
+    """By a step's phase and what the neighbour computes.
 
-    The median over the shapes that were measured in both ways, of the ratio of medians; at least
-    1, as no neighbour makes a step faster and less is noise.
+    A step's time beside a neighbour is a mean, but for the longest and the shortest tenth: two that
+    decode get each weight from memory once for both, or each for itself, by how far apart they are
+    in the model, and the median is one or the other.
     """
-    ratios: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for (mode, shape), seconds in times.steps.items():
         alone = times.steps.get((REST, shape))
         if mode != REST and alone:
-            of_phase = ratios.setdefault(shape.phase, {})
-            of_phase.setdefault(mode, []).append(median(seconds) / median(alone))
+            of_phase = found.setdefault(shape.phase, {})
+            pair = median(alone), float(trim_mean(seconds, 0.1))
+            of_phase.setdefault(mode, []).append(pair)
     return {
-        phase: {mode: max(1.0, round(median(found), 4)) for mode, found in modes.items()}
-        for phase, modes in ratios.items()
+        phase: {mode: fit_slowdown(pairs) for mode, pairs in modes.items()}
+        for phase, modes in found.items()
     }
+
+
+def fit_slowdown(pairs: Sequence[tuple[float, float]]) -> Slowdown:
+    """By non-negative least squares of the relative error: no neighbour makes a step faster.
+
+    Args:
+        pairs: seconds of steps alone, and beside the neighbour.
+    """
+    alone, beside = np.array(pairs).T
+    if len(pairs) == 1:
+        return Slowdown(share=max(0.0, float(beside[0] / alone[0] - 1)))
+    rows = np.stack([1 / alone, np.ones_like(alone)], axis=1)
+    (fixed, share), _ = nnls(rows, beside / alone - 1)
+    return Slowdown(fixed_s=float(fixed), share=float(share))
 
 
 def fit_transfer(copies: dict[int, list[float]], block_bytes: int) -> TransferModel:

@@ -30,6 +30,9 @@ _COPIES = (1, 2, 4, 8, 16, 32, 64)
 
 SLOWED = 1.5
 """How many times longer a step is expected to take beside a busy neighbour; for planning only."""
+_BESIDE_SECONDS, _MOST_BESIDE = 0.1, 5
+"""Beside a busy neighbour a shape is measured for about so long in each round, so many times at
+most: how long a short step takes there depends on which part of its own the neighbour is at."""
 LEAST_BY_PHASE = 14
 """Shapes that each phase keeps: with fewer its fit has nothing to be judged by."""
 
@@ -176,7 +179,7 @@ class Plan:
     shapes: list[BatchShape]
     """Measured while the neighbour rests."""
     reference: list[BatchShape]
-    """Those of the shapes that are measured beside each busy neighbour, too."""
+    """Those of the shapes that are measured beside each busy neighbour, too; some repeatedly."""
     neighbour: dict[str, BatchShape]
     """What the busy neighbour computes, by phase."""
     copies: list[int]
@@ -201,12 +204,22 @@ def make_plan(limits: Limits, cost: RoughCost, seconds: float, *, beside: bool) 
         ConfigError: the time doesn't do.
     """
     neighbour = neighbour_shapes(limits) if beside else {}
-    reference = reference_shapes(limits) if beside else []
+    reference = repeated(reference_shapes(limits), cost) if beside else []
     left = seconds - beside_seconds(reference, neighbour, cost)
     own = [shape for shape in grid(limits) if shape not in reference]
-    shapes = within(own, cost, left - sum(map(cost.seconds, reference)))
+    alone = list(dict.fromkeys(reference))
+    shapes = within(own, cost, left - sum(map(cost.seconds, alone)))
     copies = [blocks for blocks in _COPIES if blocks <= limits.blocks]
-    return Plan(shapes + reference, reference, neighbour, copies, cost)
+    return Plan(shapes + alone, reference, neighbour, copies, cost)
+
+
+def repeated(shapes: Sequence[BatchShape], cost: RoughCost) -> list[BatchShape]:
+    """Each as often as `_BESIDE_SECONDS` allow."""
+    return [
+        shape
+        for shape in shapes
+        for _ in range(min(max(1, round(_BESIDE_SECONDS / cost.seconds(shape))), _MOST_BESIDE))
+    ]
 
 
 def beside_seconds(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from staffel.config import ConfigError, Policy, Role
 from staffel.latency.model import LatencyModel
+from staffel.latency.profile import Slowdown
 from staffel.sim.models import InstanceModel, LinkModel
 
 BLOCK_SIZE = 16
@@ -89,7 +90,7 @@ class Engines:
     max_sequences: int = 256
     """Of each batch in flight."""
     block_size: int = BLOCK_SIZE
-    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    slowdown: Mapping[str, Mapping[str, Slowdown]] = field(default_factory=dict)
     """Of instances that share a host, as `InstanceModel` has it."""
 
     def instance(self, group: Group) -> InstanceModel:

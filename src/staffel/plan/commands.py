@@ -50,15 +50,14 @@ def plan(
         str | None,
         option(_HARDWARE, "With --profile: KV cache of each instance. [default: of a CPU 1GiB]"),
     ] = None,
-    token_cpu: Annotated[
-        float,
+    host_cpu: Annotated[
+        str | None,
         option(
             _HARDWARE,
-            "CPU ms for each token that server and clients take from the instances' cores, "
-            "where they have no others.",
-            min=0,
+            "CPU ms for each request, step and token, like 7,1,0.07, that server and clients take "
+            "from the instances' cores. [default: they have others]",
         ),
-    ] = 0.0,
+    ] = None,
     workload: Annotated[str, option(_WORKLOAD, "As `staffel bench goodput` takes it.")] = "chatbot",
     scale_lengths: Annotated[
         float, option(_WORKLOAD, "Factor for prompt and output lengths.")
@@ -114,7 +113,7 @@ def plan(
             intra_node=intra_node,
             inter_node=inter_node,
             kv_memory=kv_memory,
-            token_cpu_ms=token_cpu,
+            host_cpu=host_cpu,
             workload=workload,
             scale_lengths=scale_lengths,
             max_model_len=max_model_len,

@@ -19,7 +19,7 @@ from staffel.plan.candidates import Cluster, Engines
 from staffel.plan.pool import Task, draw
 from staffel.plan.question import Affinity, Question
 from staffel.plan.result import Setting
-from staffel.sim.models import Shell
+from staffel.sim.models import shell_of
 
 GPUS_PER_NODE = 8
 SAMPLE = 1000
@@ -40,7 +40,7 @@ class Inputs:
     intra_node: str | None
     inter_node: str
     kv_memory: str | None
-    token_cpu_ms: float
+    host_cpu: str | None
     workload: str
     scale_lengths: float
     max_model_len: int | None
@@ -89,7 +89,7 @@ def prepare(given: Inputs) -> Prepared:
         affinity=cast(Affinity, given.affinity),
     )
     setting = Setting(basis=basis, workload=workload.name, model=engines.model, **more)
-    shell = Shell(token_cpu_s=given.token_cpu_ms / 1e3)
+    shell = shell_of(given.host_cpu)
     task = Task(drawn, given.attainment, given.seed, given.requests, shell)
     return Prepared(question, task, setting)
 

@@ -133,6 +133,7 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
                 incarnation=job.incarnation,
                 role=job.spec.role,
                 region=executor.region,
+                prefix_cache=job.spec.prefix_cache,
             )
         )
         Instance(core, executor, link).run()
@@ -178,6 +179,7 @@ def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
         chunk_tokens=job.spec.chunk_tokens,
         read_blocks=read_blocks(region.size // region.num_blocks),
         lease_ns=job.lease_ns,
+        prefix_cache=job.spec.prefix_cache,
     )
 
 

@@ -46,15 +46,14 @@ def simulate(
     link: Annotated[
         str | None, option(_COST, "KV's way, like 25Gb/s. [default: the profile's or the sheet's]")
     ] = None,
-    token_cpu: Annotated[
-        float,
+    host_cpu: Annotated[
+        str | None,
         option(
             _COST,
-            "CPU ms for each token that server and clients take from the instances' cores, "
-            "where they have no others.",
-            min=0,
+            "CPU ms for each request, step and token, like 7,1,0.07, that server and clients take "
+            "from the instances' cores. [default: they have others]",
         ),
-    ] = 0.0,
+    ] = None,
     placement: Annotated[Path | None, option(_PLACEMENT, "As `staffel serve` takes it.")] = None,
     prefill: Annotated[
         int | None, option(_PLACEMENT, "Prefill instances. [default: 1]", min=0)
@@ -131,7 +130,7 @@ def simulate(
         options = Options(
             command=shlex.join(["staffel", *sys.argv[1:]]),
             profile=profile, hardware=hardware, model=model, dtype=dtype, mla=mla, link=link,
-            token_cpu_ms=token_cpu, placement=placement, prefill=prefill, decode=decode,
+            host_cpu=host_cpu, placement=placement, prefill=prefill, decode=decode,
             colocated=colocated,
             instance={name: value for name, value in given.items() if value is not None},
             tp=tp, pp=pp, workload=workload, scale_lengths=scale_lengths,

@@ -19,6 +19,7 @@ from staffel.control.messages import (
 )
 from staffel.latency.model import Work
 from staffel.sim.clock import Clock
+from staffel.sim.cores import Idleness
 from staffel.sim.executor import CountingExecutor
 from staffel.sim.models import InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Use
@@ -56,8 +57,9 @@ class SimulatedInstance:
         self._stages = [0] * model.pp
         """When each pipeline stage has done what was handed to it."""
         self._flying = 0
+        self._idleness = Idleness()
         self._taken_s = 0.0
-        """That others took from its cores since its last step began; the next one is longer."""
+        """That others took from its cores during its step, which isn't longer by it yet."""
 
     @property
     def hello(self) -> Hello:
@@ -68,15 +70,23 @@ class SimulatedInstance:
             k_width=0, v_width=0, dtype="",
         )  # fmt: skip
         return Hello(
-            instance=self.name, incarnation=config.incarnation, role=config.role, region=region
+            instance=self.name,
+            incarnation=config.incarnation,
+            role=config.role,
+            region=region,
+            prefix_cache=config.prefix_cache,
         )
 
     @property
     def working(self) -> bool:
         return self._flying > 0
 
+    def idleness(self, now: int) -> float:
+        """Share of its recent time."""
+        return self._idleness.share(now)
+
     def give(self, seconds: float) -> None:
-        """Let somebody else have its cores for so long."""
+        """Let somebody else have its cores for so long, in the midst of a step."""
         self._taken_s += seconds
 
     def deliver(self, order: Order) -> None:
@@ -98,6 +108,7 @@ class SimulatedInstance:
             self._execute(batch)
         elif not self._flying:
             self.computing = None
+            self._idleness.note(now, idle=True)
             self._report()
 
     def _execute(self, batch: Batch) -> None:
@@ -105,6 +116,7 @@ class SimulatedInstance:
         seconds = self._seconds(batch, work)
         self.use.count(work, seconds)
         end = self._pass_stages(round(seconds * 1e9 / self.model.pp))
+        self._idleness.note(self._clock.now, idle=False)
         self._flying += 1
         self._clock.at(end, self._finish, (batch.id, result))
         if self.model.pp > 1:
@@ -118,10 +130,19 @@ class SimulatedInstance:
         return at
 
     def _finish(self, done: tuple[int, BatchResult]) -> None:
+        if self._taken_s:
+            self._put_off(done)
+            return
         self._flying -= 1
         self._core.commit(*done, self._clock.now)
         self._report()
         self._turn(None)
+
+    def _put_off(self, done: tuple[int, BatchResult]) -> None:
+        """The step isn't done yet: others had the cores for a while."""
+        taken, self._taken_s = self._taken_s, 0.0
+        self.use.busy_s += taken
+        self._clock.at(self._clock.now + round(taken * 1e9), self._finish, done)
 
     def _report(self) -> None:
         report = self._core.report()
@@ -137,25 +158,26 @@ class SimulatedInstance:
         computing = self._compute_seconds(work)
         reading = self._read_seconds(batch) if batch.reads else 0.0
         together = max(computing, reading) if self._link.beside else computing + reading
-        taken, self._taken_s = self._taken_s, 0.0
-        return together + self._step_s + taken
+        return together + self._step_s
 
     def _compute_seconds(self, work: Work) -> float:
         if not (work.prompts or work.decodes):
             return 0.0
         self.computing = _phase(work)
-        seconds = self.model.latency.step_seconds(work)
-        return seconds * self._slowdown(self.computing) if self.model.slowdown else seconds
+        alone = self.model.latency.step_seconds(work)
+        return alone + self._slowdown(self.computing, alone) if self.model.slowdown else alone
 
-    def _slowdown(self, phase: Phase) -> float:
-        """By what the neighbours compute when the step starts: their steps follow each other."""
-        factors = self.model.slowdown.get(phase, {})
-        product = 1.0
+    def _slowdown(self, phase: Phase, alone: float) -> float:
+        """Seconds, by what each neighbour computes when the step starts: their steps follow each
+        other."""
+        slowdown = self.model.slowdown.get(phase, {})
+        longer = 0.0
         for neighbour in self.neighbours:
             if neighbour.computing is not None:
                 other = "decode" if neighbour.computing == "decode" else "prefill"
-                product *= factors.get(other, 1.0)
-        return product
+                if other in slowdown:
+                    longer += slowdown[other].seconds(alone)
+        return longer
 
     def _read_seconds(self, batch: Batch) -> float:
         size = self.model.block_size

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from staffel.config import Policy, Role
+from staffel.config import ConfigError, Policy, Role
 from staffel.latency.model import LatencyModel
+from staffel.latency.profile import Slowdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,13 @@ class InstanceModel:
     policy: Policy = "chunked"
     max_sequences: int = 128
     block_size: int = 16
+    prefix_cache: bool = True
     pp: int = 1
     """Pipeline stages of equal length: so many batches are in flight."""
     devices: int = 1
-    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of instances that share a host: how many times longer a step of a phase ("prefill",
-    "decode", "mixed") takes beside an instance that computes "prefill" or "decode"."""
+    slowdown: Mapping[str, Mapping[str, Slowdown]] = field(default_factory=dict)
+    """Of instances that share a host: what a step of a phase ("prefill", "decode", "mixed") takes
+    longer beside an instance that computes "prefill" or "decode"."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,37 @@ class Arrival(NamedTuple):
         return bool(self.prefix or self.shared)
 
 
+class HostCpu(NamedTuple):
+    """CPU seconds that server and clients take from the cores of the instances, where they have
+    none of their own."""
+
+    request_s: float
+    """For each request: one half when it comes, one when it ends."""
+    step_s: float
+    """For each step whose tokens go out."""
+    token_s: float
+    """For each token that goes out."""
+
+    @classmethod
+    def parse(cls, text: str, field: str) -> HostCpu:
+        """From "7,1,0.07": milliseconds of each. Raises ConfigError naming `field`."""
+        try:
+            costs = [float(part) / 1e3 for part in text.split(",")]
+        except ValueError:
+            costs = []
+        if len(costs) != len(cls._fields) or not all(0 <= cost < math.inf for cost in costs):
+            raise ConfigError(
+                f"{field}: {text!r} is not like 7,1,0.07: milliseconds for each request, each "
+                "step and each token"
+            )
+        return cls(*costs)
+
+    def seconds(self, tokens: int, ended: int) -> float:
+        """For a step whose `tokens` go out, and with which so many requests end."""
+        reported = self.step_s + self.token_s * tokens if tokens else 0.0
+        return reported + self.request_s / 2 * ended
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shell:
     """What the shell itself costs, in seconds, and what the router is told."""
@@ -84,15 +117,19 @@ class Shell:
     """What an instance's loop adds to each step."""
     request_s: float = 0.0
     """From a request's arrival to the router."""
-    token_cpu_s: float = 0.0
-    """CPU time, for each token that goes out, which server and clients take from the cores of the
-    instances, where they have none of their own."""
+    cpu: HostCpu | None = None
+    """None: server and clients have cores of their own."""
     local_prefill_below: int = 0
     """As `staffel serve --local-prefill-below`."""
     max_queue: int = 1024
     """As `staffel serve --max-queue`."""
     window_tokens: int | None = None
     """Prompt tokens sent to an instance ahead of its work. None: as `staffel serve` has it."""
+
+
+def shell_of(host_cpu: str | None) -> Shell:
+    """What a command's --host-cpu says, if it is given. Raises ConfigError naming it."""
+    return Shell() if host_cpu is None else Shell(cpu=HostCpu.parse(host_cpu, "--host-cpu"))
 
 
 IDEAL = Shell(message_s=0.0)

@@ -29,7 +29,7 @@ from staffel.sim.goodput import (
     needs_token_times,
     simulated_goodput,
 )
-from staffel.sim.models import Shell
+from staffel.sim.models import shell_of
 from staffel.sim.outcome import Outcome
 from staffel.sim.sources import Setting, Sheet, from_profile
 from staffel.sim.system import simulate
@@ -53,7 +53,7 @@ class Options(Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     link: str | None = None
-    token_cpu_ms: float = 0.0
+    host_cpu: str | None = None
     workload: str = "chatbot"
     scale_lengths: float = 1.0
     shared_prefix: int = 0
@@ -95,7 +95,7 @@ def run(options: Options) -> Simulated:
         max_model_len=options.max_model_len,
     )
     slo, arrivals = read_slo(options.slo), Arrivals.parse(options.arrivals)
-    shell = Shell(token_cpu_s=options.token_cpu_ms / 1e3)
+    shell = shell_of(options.host_cpu)
     found, rate = None, options.rate
     if rate is None:
         found = simulated_goodput(

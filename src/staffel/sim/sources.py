@@ -73,26 +73,20 @@ class Sheet:
         precision = Precision(self.dtype, self.dtype, self.dtype)
         return RooflineModel(self.hardware, self.shape, tp=tp, pp=pp, precision=precision)
 
-    def kv_that_fits(self, tp: int, pp: int) -> int:
-        """Bytes beside the weights. Raises ConfigError where not even those fit."""
-        latency = self.latency(tp, pp)
-        return latency.kv_tokens() * latency.kv_bytes_per_token()
-
     def setting(self, placement: Placement) -> Setting:
         """Raises ConfigError where an instance can't hold the model and its `kv_memory`."""
 
         def instance(spec: InstanceSpec) -> InstanceModel:
             tp, pp = spec.parallel.tp, spec.parallel.pp
             latency = self.latency(tp, pp)
-            fits = latency.kv_tokens()
-            kv_tokens = fits
+            fits = kv_tokens = latency.kv_tokens(usable=spec.gpu_share)
             if spec.kv_memory is not None:
                 asked = parse_bytes(spec.kv_memory, "kv_memory")
                 kv_tokens = asked // latency.kv_bytes_per_token()
             if kv_tokens > fits:
                 raise ConfigError(
                     f"kv_memory: {spec.kv_memory} is more than fits beside the weights: "
-                    f"{self.kv_that_fits(tp, pp)} bytes"
+                    f"{fits * latency.kv_bytes_per_token()} bytes"
                 )
             return replace(_instance(spec, latency, kv_tokens), devices=tp * pp)
 
@@ -121,6 +115,7 @@ def _instance(spec: InstanceSpec, latency: LatencyModel, kv_tokens: int) -> Inst
         policy=spec.policy or "chunked",
         max_sequences=spec.max_sequences,
         block_size=spec.block_size,
+        prefix_cache=spec.prefix_cache,
         pp=spec.parallel.pp,
     )
 

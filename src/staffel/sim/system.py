@@ -19,6 +19,7 @@ from staffel.control.messages import (
 )
 from staffel.control.router import Actions, News, RouterCore
 from staffel.sim.clock import Clock
+from staffel.sim.cores import take
 from staffel.sim.instance import SimulatedInstance
 from staffel.sim.models import FREE, IDEAL, Arrival, InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Outcome
@@ -90,14 +91,14 @@ class _System:
         self._clock = Clock()
         self._message_ns = round(shell.message_s * 1e9)
         self._request_ns = round(shell.request_s * 1e9)
-        self._token_cpu_s = shell.token_cpu_s
+        self._cpu = shell.cpu
         self._witness = witness
         self._maker = RequestMaker()
         self._router = RouterCore(_router_config(instances, shell))
         self._instances = {
             name: SimulatedInstance(
                 name, model, link, shell, self._clock, self._send_report,
-                prefix_cache=witness.shares,
+                prefix_cache=model.prefix_cache and witness.shares,
             )
             for name, model in _named(instances)
         }  # fmt: skip
@@ -142,6 +143,8 @@ class _System:
             self._clock.at(self._clock.now + self._request_ns, self._submit, number)
 
     def _submit(self, number: int) -> None:
+        if self._cpu:
+            self._take(self._cpu.request_s / 2)
         request = self._maker.make(number, self._arrivals[number])
         self._act(self._router.submit(request, self._clock.now))
 
@@ -172,9 +175,9 @@ class _System:
             self._clock.at(now + self._message_ns, self._deliver, addressed)
         if not actions.news:
             return
-        if self._token_cpu_s:
-            self._spend(self._token_cpu_s * _tokens(actions.news))
         ended = self._witness.hear(actions.news, now)
+        if self._cpu:
+            self._take(self._cpu.seconds(_tokens(actions.news), ended))
         self._summaries += actions.summaries
         if ended:
             self._places += ended
@@ -182,13 +185,9 @@ class _System:
         if self._witness.satisfied:
             self._clock.stop()
 
-    def _spend(self, seconds: float) -> None:
-        """Server and clients need a core for so long: an idle instance's, at nobody's cost; where
-        all are at work, each gives an equal part."""
-        instances = self._instances.values()
-        if all(instance.working for instance in instances):
-            for instance in instances:
-                instance.give(seconds / len(instances))
+    def _take(self, seconds: float) -> None:
+        """Server and clients are at work for so long."""
+        take(seconds, tuple(self._instances.values()), self._clock.now)
 
 
 def _tokens(news: Sequence[News]) -> int:
