@@ -20,6 +20,7 @@ from staffel.plan.pool import Task, draw
 from staffel.plan.question import Affinity, Question
 from staffel.plan.result import Setting
 from staffel.sim.models import shell_of
+from staffel.sim.sources import check_source
 
 GPUS_PER_NODE = 8
 SAMPLE = 1000
@@ -66,8 +67,7 @@ def prepare(given: Inputs) -> Prepared:
     """Raises ConfigError naming the option that is wrong."""
     check_choice("--affinity", given.affinity, get_args(Affinity))
     check_choice("--mla", given.mla, get_args(Mla))
-    if (given.profile is None) == (given.hardware is None):
-        raise ConfigError("give either --profile FILE or --hardware NAME with --model")
+    check_source(given.profile, given.hardware, given.model)
     if given.executable and given.nodes > 1:
         raise ConfigError("--executable: serve runs on one host; leave out --nodes")
     workload = parse_workload(
@@ -99,8 +99,7 @@ _Source = tuple[Cluster, Engines, str, dict[str, Any]]
 
 def _from_hardware(given: Inputs) -> _Source:
     assert given.hardware is not None
-    if given.model is None:
-        raise ConfigError("--model: is needed with --hardware: a folder, or a name like opt-66b")
+    assert given.model is not None
     if given.kv_memory is not None:
         raise ConfigError("--kv-memory: goes with --profile; a sheet knows what fits")
     dtype = given.dtype or "bfloat16"

@@ -31,7 +31,7 @@ from staffel.sim.goodput import (
 )
 from staffel.sim.models import shell_of
 from staffel.sim.outcome import Outcome
-from staffel.sim.sources import Setting, Sheet, from_profile
+from staffel.sim.sources import Setting, Sheet, check_source, from_profile
 from staffel.sim.system import simulate
 
 
@@ -150,8 +150,7 @@ def _interval(found: SimulatedGoodput) -> Interval:
 
 
 def _setting(options: Options) -> Setting:
-    if (options.profile is None) == (options.hardware is None):
-        raise ConfigError("give either --profile FILE or --hardware NAME with --model")
+    check_source(options.profile, options.hardware, options.model)
     if options.profile is not None:
         return _from_profile(options, options.profile)
     return _from_sheet(options)
@@ -168,8 +167,7 @@ def _from_profile(options: Options, path: Path) -> Setting:
 
 def _from_sheet(options: Options) -> Setting:
     assert options.hardware is not None
-    if options.model is None:
-        raise ConfigError("--model: is needed with --hardware: a folder, or a name like opt-66b")
+    assert options.model is not None
     dtype, mla = options.dtype or "bfloat16", options.mla or "compressed"
     check_choice("--dtype", dtype, tuple(WEIGHT_BYTES))
     check_choice("--mla", mla, get_args(Mla))

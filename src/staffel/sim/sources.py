@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from staffel.config import ConfigError, InstanceSpec, Placement, parse_bytes
 from staffel.latency.hardware import Hardware
@@ -12,6 +13,14 @@ from staffel.latency.profile import Profile
 from staffel.latency.roofline import Precision, RooflineModel
 from staffel.latency.shape import ModelShape
 from staffel.sim.models import InstanceModel, LinkModel
+
+
+def check_source(profile: Path | None, hardware: str | None, model: str | None) -> None:
+    """Step times come from one place. Raises ConfigError naming the option that is wrong."""
+    if (profile is None) == (hardware is None):
+        raise ConfigError("give either --profile FILE or --hardware NAME with --model")
+    if hardware is not None and model is None:
+        raise ConfigError("--model: is needed with --hardware: a folder, or a name like opt-66b")
 
 
 @dataclass(frozen=True)
