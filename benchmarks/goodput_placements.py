@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from staffel.bench.results import Probe, Result
+
 # Relative, so that the results name no folder of this machine.
 RESULTS = Path(os.path.relpath(Path(__file__).parent / "results"))
 PORT = 8123
@@ -45,6 +47,20 @@ SLO = "auto:ttft=5x,tpot=3x"
 
 def staffel(*words: str) -> list[str]:
     return [sys.executable, "-m", "staffel", *words]
+
+
+def bench_run(file: Path, workload: str, rate: float, requests: int, slo: str, seed: int) -> Probe:
+    """One run against the server that is there, with its result in `file`. That requests were sent
+    late is no failure here: the result says so."""
+    file.unlink(missing_ok=True)
+    subprocess.run(
+        staffel(
+            "bench", "run", URL, "--rate", str(rate), "--requests", str(requests),
+            "--workload", workload, "--slo", slo, "--seed", str(seed), "--quiet", "-o", str(file),
+        ),
+        check=False,
+    )  # fmt: skip
+    return Result.load(file).probes[0]
 
 
 @contextmanager

@@ -12,7 +12,6 @@ takes. The last line is it.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from goodput_placements import URL, serving, staffel
+from goodput_placements import URL, bench_run, serving
 from scipy.optimize import nnls
 
 from staffel.bench.records import Record
-from staffel.bench.results import Probe, Result
+from staffel.bench.results import Probe
 from staffel.sim.models import HostCpu
 from staffel.terminal import out
 
@@ -85,17 +84,7 @@ def measure(loads: Sequence[Load] = LOADS) -> HostCpu:
 
 def _run(load: Load, number: int) -> Probe:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.json"
-        subprocess.run(
-            staffel(
-                "bench", "run", URL, "--rate", str(load.rate), "--requests", str(load.requests),
-                "--workload", load.workload, "--slo", "ttft=60", "--seed", str(number), "--quiet",
-                "-o", str(file),
-            ),
-            check=False,  # late requests don't matter here
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        return Result.load(file).probes[0]
+        return bench_run(Path(folder) / "run.json", *load, "ttft=60", number)
 
 
 def _steps(records: Sequence[Record]) -> int:

@@ -20,8 +20,7 @@ import msgspec
 
 from staffel.control.journal import Entry
 from staffel.control.messages import Batch, Report
-from staffel.latency.fit import phase_of
-from staffel.latency.model import Work, pairs
+from staffel.latency.model import Work, pairs, phase_of
 from staffel.latency.profile import Profile
 from staffel.terminal import print_table
 

@@ -32,17 +32,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from goodput_placements import PORT, RESULTS, URL, serving, staffel
+from goodput_placements import PORT, RESULTS, URL, bench_run, serving, staffel
 from host_cpu import measure as measure_host_cpu
 from journal_steps import Seen, read
 
 from staffel.bench.records import Record
-from staffel.bench.results import Probe, Result
+from staffel.bench.results import Probe
 from staffel.bench.summary import percentile, values
 from staffel.bench.workloads import parse_workload
 from staffel.config import SLO, parse_bytes
-from staffel.latency.fit import phase_of
-from staffel.latency.model import FittedModel, Regime, Work
+from staffel.latency.model import FittedModel, Regime, Work, phase_of
 from staffel.latency.profile import Profile
 from staffel.sim.goodput import arrivals_at
 from staffel.sim.models import Arrival, InstanceModel, LinkModel, Shell
@@ -184,19 +183,7 @@ def slo_of(profile: Profile) -> SLO:
 
 
 def really(folder: Path, name: str, rate: float, requests: int, slo: SLO) -> Probe:
-    """One run against the server that is there. That requests were sent late is no failure here:
-    the result says so."""
-    file = folder / f"{name}.json.gz"
-    file.unlink(missing_ok=True)
-    subprocess.run(
-        staffel(
-            "bench", "run", URL, "--rate", str(rate), "--requests", str(requests),
-            "--workload", WORKLOAD, "--slo", str(slo), "--seed", str(SEED), "--quiet",
-            "-o", str(file),
-        ),
-        check=False,
-    )  # fmt: skip
-    return Result.load(file).probes[0]
+    return bench_run(folder / f"{name}.json.gz", WORKLOAD, rate, requests, str(slo), SEED)
 
 
 def shell_costs(folder: Path, slo: SLO) -> Shell:

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from staffel.config import ConfigError, InstanceSpec, ModelSpec
 from staffel.control.messages import KvRegion
-from staffel.latency.fit import phase_of
-from staffel.latency.model import Work
+from staffel.latency.model import Work, phase_of
 from staffel.latency.profile import Profile, Slowdown
 from staffel.model.commands import profile as command
 from staffel.model.profile import (

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from staffel.config import ConfigError
-from staffel.latency.model import FittedModel, Regime, Work, regime_of
+from staffel.latency.model import FittedModel, Regime, Work, phase_of, regime_of
 from staffel.latency.profile import FitError
 
 FOLDS = 5
@@ -70,13 +70,6 @@ def fit(points: Sequence[Point]) -> Fit:
     regimes = {phase: fit_phase(phase, members) for phase, members in phases.items()}
     errors = [error for phase, members in phases.items() for error in _errors(phase, members)]
     return Fit(FittedModel(**regimes), tuple(errors))
-
-
-def phase_of(work: Work) -> str:
-    """prefill, decode or mixed: which of a `FittedModel`'s regimes the batch belongs to."""
-    if not work.decodes:
-        return "prefill"
-    return "mixed" if work.prompts else "decode"
 
 
 def fit_phase(phase: str, points: Sequence[Point]) -> tuple[Regime, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -37,6 +37,16 @@ class Work(NamedTuple):
     def decode(cls, sequences: int, context: int) -> Work:
         """`sequences` that decode, each seeing `context` keys."""
         return cls(decodes=sequences, decode_context=sequences * context)
+
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+def phase_of(work: Work) -> Phase:
+    """Which of a `FittedModel`'s regimes the batch belongs to."""
+    if not work.decodes:
+        return "prefill"
+    return "mixed" if work.prompts else "decode"
 
 
 class LatencyModel(Protocol):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from staffel.config import ConfigError
-from staffel.latency.fit import phase_of
-from staffel.latency.model import Work, pairs
+from staffel.latency.model import Work, pairs, phase_of
 
 _LONGEST = 1024
 """Tokens of the longest sequences, or as many as the model takes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from staffel.control.engine import EngineCore
 from staffel.control.messages import (
@@ -17,14 +16,12 @@ from staffel.control.messages import (
     Report,
     read_blocks,
 )
-from staffel.latency.model import Work
+from staffel.latency.model import Phase, Work, phase_of
 from staffel.sim.clock import Clock
 from staffel.sim.cores import Idleness
 from staffel.sim.executor import CountingExecutor
 from staffel.sim.models import InstanceModel, LinkModel, Shell
 from staffel.sim.outcome import Use
-
-Phase = Literal["prefill", "decode", "mixed"]
 
 
 class SimulatedInstance:
@@ -163,7 +160,7 @@ class SimulatedInstance:
     def _compute_seconds(self, work: Work) -> float:
         if not (work.prompts or work.decodes):
             return 0.0
-        self.computing = _phase(work)
+        self.computing = phase_of(work)
         alone = self.model.latency.step_seconds(work)
         return alone + self._slowdown(self.computing, alone) if self.model.slowdown else alone
 
@@ -182,12 +179,6 @@ class SimulatedInstance:
     def _read_seconds(self, batch: Batch) -> float:
         size = self.model.block_size
         return sum(self._link.seconds(len(chunk.blocks) * size) for chunk in batch.reads)
-
-
-def _phase(work: Work) -> Phase:
-    if not work.decodes:
-        return "prefill"
-    return "mixed" if work.prompts else "decode"
 
 
 def _config(

@@ -101,10 +101,11 @@ class HostCpu(NamedTuple):
             )
         return cls(*costs)
 
-    def seconds(self, tokens: int, ended: int) -> float:
-        """For a step whose `tokens` go out, and with which so many requests end."""
+    def seconds(self, tokens: int, requests: int) -> float:
+        """For a step whose `tokens` go out, if there are any, and so many requests that come or
+        end."""
         reported = self.step_s + self.token_s * tokens if tokens else 0.0
-        return reported + self.request_s / 2 * ended
+        return reported + self.request_s / 2 * requests
 
 
 @dataclass(frozen=True, kw_only=True)

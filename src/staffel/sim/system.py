@@ -143,8 +143,7 @@ class _System:
             self._clock.at(self._clock.now + self._request_ns, self._submit, number)
 
     def _submit(self, number: int) -> None:
-        if self._cpu:
-            self._take(self._cpu.request_s / 2)
+        self._take(0, 1)
         request = self._maker.make(number, self._arrivals[number])
         self._act(self._router.submit(request, self._clock.now))
 
@@ -176,8 +175,7 @@ class _System:
         if not actions.news:
             return
         ended = self._witness.hear(actions.news, now)
-        if self._cpu:
-            self._take(self._cpu.seconds(_tokens(actions.news), ended))
+        self._take(_tokens(actions.news), ended)
         self._summaries += actions.summaries
         if ended:
             self._places += ended
@@ -185,9 +183,11 @@ class _System:
         if self._witness.satisfied:
             self._clock.stop()
 
-    def _take(self, seconds: float) -> None:
-        """Server and clients are at work for so long."""
-        take(seconds, tuple(self._instances.values()), self._clock.now)
+    def _take(self, tokens: int, requests: int) -> None:
+        """Server and clients are at work: for tokens that go out, and requests that come or end."""
+        if self._cpu is not None:
+            seconds = self._cpu.seconds(tokens, requests)
+            take(seconds, tuple(self._instances.values()), self._clock.now)
 
 
 def _tokens(news: Sequence[News]) -> int:
