@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -57,6 +58,7 @@ class LogLevel(StrEnum):
 
 _PLACEMENT = "Placement"
 _SERVER = "Server"
+_LIMITS = "Limits on clients"
 
 
 @app.command()
@@ -189,9 +191,14 @@ def serve(
         str | None,
         typer.Option(
             envvar="STAFFEL_API_KEY",
-            help="What clients must send as bearer token.",
+            help="What clients must send as bearer token. All users of this machine can see it "
+            "in the list of processes: rather give --api-key-file or the variable.",
             rich_help_panel=_SERVER,
         ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A file that holds the API key.", rich_help_panel=_SERVER),
     ] = None,
     served_model_name: Annotated[
         str | None,
@@ -232,6 +239,42 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Connections at a time; the system's limit on open files may allow less.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 4096,
+    max_head: Annotated[
+        str,
+        typer.Option(help="First line and headers of a request.", rich_help_panel=_LIMITS),
+    ] = "64KiB",
+    head_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that they may take.", rich_help_panel=_LIMITS),
+    ] = 10,
+    max_body: Annotated[
+        str,
+        typer.Option(help="Body of a request.", rich_help_panel=_LIMITS),
+    ] = "8MiB",
+    body_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that it may take.", rich_help_panel=_LIMITS),
+    ] = 60,
+    max_choices: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts times n of a request.", rich_help_panel=_LIMITS),
+    ] = 1024,
+    max_schema: Annotated[
+        str,
+        typer.Option(help="A JSON schema in response_format.", rich_help_panel=_LIMITS),
+    ] = "256KiB",
+    grammar_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that a schema may take to compile.", rich_help_panel=_LIMITS),
+    ] = 5,
     log_level: Annotated[LogLevel, typer.Option(rich_help_panel=_SERVER)] = LogLevel.info,
 ) -> None:
     """Serve a model, prefill and decode apart, over the OpenAI API."""
@@ -257,11 +300,22 @@ def serve(
     }
 
     def run() -> None:
+        from staffel.api.limits import Limits
         from staffel.api.server import ServeOptions
         from staffel.api.server import serve as serve_model
         from staffel.runtime.deployment import check_servable
         from staffel.runtime.logs import set_up_logging
 
+        limits = Limits(
+            max_connections=max_connections,
+            max_head_bytes=parse_bytes(max_head, "--max-head"),
+            head_timeout=head_timeout,
+            max_body_bytes=parse_bytes(max_body, "--max-body"),
+            body_timeout=body_timeout,
+            max_choices=max_choices,
+            max_schema_bytes=parse_bytes(max_schema, "--max-schema"),
+            grammar_timeout=grammar_timeout,
+        )
         set_up_logging(log_level.value)
         chosen = _placement(placement, counts, given)
         check_servable(chosen)  # before a model is fetched for it
@@ -270,7 +324,7 @@ def serve(
             placement=chosen,
             host=host,
             port=port,
-            api_key=api_key,
+            api_key=_api_key(api_key, api_key_file),
             served_model_name=served_model_name,
             record=record,
             max_queue=max_queue,
@@ -278,6 +332,7 @@ def serve(
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
             seed=seed,
+            limits=limits,
             log_level=log_level.value,
         )
         serve_model(spec, options, _announce)
@@ -335,9 +390,12 @@ def _fail_replay(mismatch: Any) -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _begin(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    # From here on Ctrl-C is an exception again, which commands may clean up after.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if version:
         out.print(f"staffel {staffel.__version__}")
         raise typer.Exit
@@ -358,6 +416,22 @@ def _placement(
     return Placement.of_counts(counts, options)
 
 
+def _api_key(given: str | None, file: Path | None) -> str | None:
+    """The key itself, from whichever of the two options has it."""
+    if file is None:
+        return given
+    if given is not None:
+        raise ConfigError("--api-key-file: --api-key or $STAFFEL_API_KEY gives a key already")
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--api-key-file: {file} can't be read: {reason}") from None
+    if not key:
+        raise ConfigError(f"--api-key-file: {file} is empty; write the key into it")
+    return key
+
+
 def _model_spec(model: str | None, placement: Placement, max_model_len: int | None) -> ModelSpec:
     from staffel.model.hub import load_spec
 
@@ -376,8 +450,3 @@ app.command()(simulate)
 app.command("kv-cost")(kv_cost)
 app.add_typer(bench_app, name="bench")
 app.add_typer(reproduce_app, name="reproduce")
-
-
-def main() -> None:
-    """Entry of the `staffel` command."""
-    app()

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from staffel.api.limits import Limits
+from staffel.api.serving import ApiOptions
 from staffel.api.tokens import Tokenizer
 from tests.api.conftest import MakeApp
 from tests.api.doubles import CHAT, COMPLETION, client_of, post, say
@@ -37,6 +39,10 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
     ({"stop": 3}, "stop"),
+    ({"stop": ["x"] * 257}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"stop_token_ids": [49152]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"),
@@ -60,6 +66,12 @@ BOTH: list[tuple[dict[str, Any], str]] = [
      "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
      "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"x-guidance": {}}}}},
+     "response_format"),
+    ({"response_format": {"type": "json_schema",
+                          "json_schema": {"schema": {"const": "x" * 300_000}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema",
+                          "json_schema": {"schema": {"const": -(2**63) + 1}}}}, "response_format"),
     ({"best_of": 2}, "best_of"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"suffix": "x"}, "suffix"),
@@ -82,6 +94,9 @@ COMPLETIONS_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [49152]}, "prompt"),
     ({"prompt": [2**70]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "n"),
+    ({"prompt": ["a"] * 9, "n": 128}, "n"),
+    ({"prompt": "x" * 2_000_000}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
@@ -92,6 +107,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
@@ -203,6 +219,55 @@ async def test_a_chat_that_is_too_long(make_app: MakeApp, tokenizer: Tokenizer) 
     response = await post(app, "/v1/chat/completions", {"messages": messages})
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+async def test_a_chat_with_a_token_that_the_model_lacks(
+    make_app: MakeApp, tokenizer: Tokenizer
+) -> None:
+    """As with fine-tunes whose tokenizer has more tokens than the model has rows."""
+    [ids] = tokenizer.encode(["Hi tokenizer"], add_special_tokens=False)
+    app, engine = make_app(say(tokenizer, "x"), vocab_size=max(ids))
+    response = await post(
+        app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi tokenizer"}]}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+    assert str(max(ids)) in response.json()["error"]["message"]
+    assert engine.requests == []
+
+
+async def test_more_ids_than_a_context_has(make_app: MakeApp, tokenizer: Tokenizer) -> None:
+    app, _ = make_app(say(tokenizer, "x"))
+    assert (await post(app, "/detokenize", {"tokens": [9] * 64})).status_code == 200
+    response = await post(app, "/detokenize", {"tokens": [9] * 65})
+    assert response.json()["error"]["param"] == "tokens"
+
+
+async def test_prompts_after_one_that_is_too_long_are_not_looked_at(
+    make_app: MakeApp, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda t, **how: seen.extend(t) or encode(t, **how))
+    app, _ = make_app(say(tokenizer, "x"))
+    long = "one " * 64
+    response = await post(app, "/v1/completions", {"prompt": ["a", long, "b", long]})
+    assert response.status_code == 400
+    assert seen[-2:] == ["a", long]
+
+
+async def test_limits_are_what_the_options_say(make_app: MakeApp, tokenizer: Tokenizer) -> None:
+    limits = Limits(max_body_bytes=2000, max_choices=3, max_schema_bytes=1024)
+    app, _ = make_app(say(tokenizer, "x"), ApiOptions(limits=limits))
+    long = await post(app, "/v1/completions", COMPLETION | {"prompt": "x" * 2000})
+    assert long.status_code == 413
+    assert "--max-body" in long.json()["error"]["message"]
+    assert (await post(app, "/v1/completions", COMPLETION | {"n": 3})).status_code == 200
+    many = await post(app, "/v1/completions", COMPLETION | {"n": 4})
+    assert "--max-choices" in many.json()["error"]["message"]
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 1024}}}
+    wide = await post(app, "/v1/completions", COMPLETION | {"response_format": form})
+    assert "--max-schema" in wide.json()["error"]["message"]
 
 
 async def test_a_schema_error_says_what_is_wrong(make_app: MakeApp, tokenizer: Tokenizer) -> None:

@@ -41,7 +41,7 @@ def fails(status: int, retry_after: int | None, *, after: int = 0) -> Any:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 @pytest.mark.parametrize(
-    ("status", "given", "told"), [(429, 7, "7"), (503, None, "1"), (504, None, None)]
+    ("status", "given", "told"), [(429, 7, "7"), (503, None, "5"), (504, None, None)]
 )
 async def test_a_failure_before_the_first_token_is_a_status(
     make_app: MakeApp,
@@ -93,7 +93,7 @@ async def test_a_server_that_is_not_ready(
     for streamed in (False, True):
         response = await post(app, "/v1/completions", COMPLETION | {"stream": streamed})
         assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
+        assert response.headers["retry-after"] == "5"
     assert engine.requests == []
 
 
@@ -190,3 +190,22 @@ async def test_a_finished_request_is_not_cancelled(make_app: MakeApp, tokenizer:
     await post(app, "/v1/completions", COMPLETION | {"n": 3})
     assert isinstance(engine, ScriptedEngineDouble)
     assert engine.cancelled == {}
+
+
+async def test_after_a_refusal_the_rest_is_not_sent(make_app: MakeApp) -> None:
+    def script(request: Request) -> list[Any]:
+        place = int(request.id.rpartition("-")[2])
+        return [None] if place < 20 else [Failure(request.id, 429, "the queue is full", 7)]
+
+    app, engine = make_app(script)
+    response = await post(app, "/v1/completions", {"prompt": ["Hi"] * 500})
+    assert response.status_code == 429
+    assert len(engine.requests) < 60
+    assert engine.cancelled.keys() >= {request.id for request in engine.requests[:20]}
+
+
+async def test_a_schema_that_fails_in_the_middle_is_the_clients(make_app: MakeApp) -> None:
+    app, _ = make_app(fails(400, None, after=2))
+    response = await post(app, "/v1/completions", COMPLETION)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"

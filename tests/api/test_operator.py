@@ -21,7 +21,7 @@ async def test_health_and_readiness(make_app: MakeApp, tokenizer: Tokenizer) -> 
         assert (await client.get("/health")).status_code == 200
         response = await client.get("/ready")
         assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
+        assert response.headers["retry-after"] == "5"
         engine.current = "ready"
         assert (await client.get("/ready")).status_code == 200
 

@@ -80,10 +80,13 @@ def test_the_api_never_imports_torch(real_model: Path) -> None:
     code = f"""
 import sys
 from staffel.api.app import create_app
+from staffel.api.grammars import Grammars
+from staffel.api.limits import Limits
 from staffel.api.tokens import Tokenizer
 from tests.api.doubles import ScriptedEngineDouble, make_spec
 tokenizer = Tokenizer.load({str(real_model)!r})
-create_app(ScriptedEngineDouble(lambda request: []), make_spec(), tokenizer)
+create_app(ScriptedEngineDouble(lambda request: []), make_spec(), tokenizer,
+           Grammars(make_spec(), Limits()))
 tokenizer.render([{{"role": "user", "content": "Hi"}}], add_generation_prompt=True,
                  continue_final_message=False, kwargs={{}})
 sys.exit("torch" in sys.modules)

@@ -390,3 +390,101 @@ def test_an_instance_that_comes_back_before_its_loss_is_noticed(depth: int) -> N
     world.assert_served(asked)
     assert world.summaries["r"].losses == 1
     world.assert_at_rest()
+
+
+# ---- requests that may be what kills
+
+
+def holder(world: World, name: str) -> str:
+    """The instance that has the request."""
+    return next(
+        instance.name
+        for instance in world.router._instances.values()
+        if any(job.request.id == name for job in instance.jobs.values())
+    )
+
+
+def test_a_request_that_has_cost_two_instances_runs_alone(depth: int) -> None:
+    world = World(depth=depth)
+    for number in range(4):
+        world.add(f"colocated-{number}", "colocated", chunk=4)
+    suspect = long_request("suspect")
+    world.submit(suspect)
+    for _ in range(2):
+        world.turn()
+        world.kill(holder(world, "suspect"))
+    others = [request(f"r{i}", [i + 1] * 9, 30, stop_ids=()) for i in range(6)]
+    for one in others:
+        world.submit(one)
+    beside = set()
+    while world.router.running:
+        world.turn()
+        for instance in world.router._instances.values():
+            names = {job.request.id for job in instance.jobs.values()}
+            if "suspect" in names:
+                beside |= names - {"suspect"}
+        assert world.now < SECOND
+    assert not beside
+    world.run()
+    world.assert_served(suspect, *others)
+    world.assert_at_rest()
+
+
+def test_it_waits_until_an_instance_is_free(depth: int) -> None:
+    world = World(depth=depth)
+    for number in range(3):
+        world.add(f"colocated-{number}", "colocated")
+    suspect, busy = long_request("suspect"), request("busy", [3] * 9, 20, stop_ids=())
+    world.submit(suspect)
+    world.turn()
+    world.kill(holder(world, "suspect"))
+    world.turn()
+    world.submit(busy)
+    world.turn()
+    assert holder(world, "busy") != holder(world, "suspect")
+    world.kill(holder(world, "suspect"))
+    while "busy" not in world.finishes:
+        assert world.router.queued == 1
+        world.turn()
+    world.run()
+    world.assert_served(busy, suspect)
+    world.assert_at_rest()
+
+
+def test_alone_on_prefill_and_decode_instances(depth: int) -> None:
+    world = disaggregated(3, 2, depth=depth, read_blocks=1)
+    suspect, other = long_request("suspect"), request("other", [7] * 9, 12, stop_ids=())
+    world.submit(suspect)
+    for _ in range(2):
+        world.turn()
+        world.kill(holder(world, "suspect"))
+    world.submit(other)
+    for _ in range(200):
+        world.turn()
+        for instance in world.router._instances.values():
+            names = {job.request.id for job in instance.jobs.values()}
+            assert names != {"suspect", "other"}
+    world.run()
+    world.assert_served(suspect, other)
+    world.assert_at_rest()
+
+
+# ---- when to come back
+
+
+def test_retry_after_is_how_long_the_queue_takes() -> None:
+    """Forty wait, and one leaves every two seconds."""
+    world = World(max_queue=40, window_tokens=1)
+    world.add("colocated-0", "colocated", blocks=16, sequences=1)
+    for number in range(60):
+        world.submit(request(f"r{number}", [1] * 6, 1))
+    assert world.failures["r59"].retry_after == 1, "nothing is known of its speed yet"
+    for _ in range(10):
+        before = world.router.queued
+        while world.router.queued == before:
+            world.turn()
+        world.now += 2 * SECOND
+    while world.router.queued < 40:
+        world.submit(request(f"more{world.router.queued}", [1] * 6, 1))
+    world.submit(request("last", [1] * 6, 1))
+    assert 70 <= world.failures["last"].retry_after <= 82

@@ -47,9 +47,14 @@ def next_token(ids: list[int]) -> int:
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int = 8, *, stop_ids: tuple[int, ...] = (EOS,)
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    stop_ids: tuple[int, ...] = (EOS,),
+    grammar: str | None = None,
 ) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, stop_ids=stop_ids)
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=stop_ids, grammar=grammar)
     return Request(id=name, prompt=prompt, params=params)
 
 
@@ -67,6 +72,7 @@ class Slot:
     dispatch: int
     ids: list[int]
     most_ids: int
+    grammar: str | None = None
     blocks: list[int] = field(default_factory=list)
 
 
@@ -78,6 +84,8 @@ class CheckingExecutor:
         self.slots: dict[int, Slot] = {}
         self.peers: dict[tuple[str, int], CheckingExecutor] = {}
         self.failing_reads = 0
+        self.failing_at = 0
+        """A sequence with a grammar that has so many ids can't follow it any further; 0: none."""
 
     def execute(self, batch: Batch) -> BatchResult:
         for slot in batch.leaves:
@@ -85,12 +93,16 @@ class CheckingExecutor:
         for enter in batch.enters:
             assert enter.slot not in self.slots, "a slot was entered twice"
             most_ids = enter.prompt_len + enter.params.max_tokens
-            self.slots[enter.slot] = Slot(enter.dispatch, enter.ids.copy(), most_ids)
+            self.slots[enter.slot] = Slot(
+                enter.dispatch, enter.ids.copy(), most_ids, enter.params.grammar
+            )
         for number, blocks in batch.grown:
             self.slots[number].blocks += blocks
         reads = [self._read(chunk) for chunk in batch.reads]
-        tokens = [self._decode(slot) for slot in batch.decodes]
-        return BatchResult([self._row(row) for row in batch.rows], reads, tokens)
+        decoded = [self._decode(slot) for slot in batch.decodes]
+        tokens = [result.token for result in decoded]
+        details = {place: r for place, r in enumerate(decoded) if r.failure is not None}
+        return BatchResult([self._row(row) for row in batch.rows], reads, tokens, details)
 
     def _read(self, chunk) -> bool:
         peer = self.peers.get((chunk.source, chunk.source_incarnation))
@@ -106,8 +118,8 @@ class CheckingExecutor:
         slot, dispatch = chunk.confirm
         return slot in peer.slots and peer.slots[slot].dispatch == dispatch
 
-    def _decode(self, slot: int) -> int | None:
-        return self._row(Row(slot, len(self.slots[slot].ids) - 1, 1, True)).token
+    def _decode(self, slot: int) -> RowResult:
+        return self._row(Row(slot, len(self.slots[slot].ids) - 1, 1, True))
 
     def _row(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]
@@ -123,6 +135,8 @@ class CheckingExecutor:
         del slot.ids[end:]
         slot.ids.append(token)
         assert len(slot.ids) <= slot.most_ids, "a token was drawn beyond max_tokens"
+        if slot.grammar is not None and len(slot.ids) == self.failing_at:
+            return RowResult(token, failure="the grammar gave up")
         return RowResult(token)
 
 
@@ -134,6 +148,9 @@ class Worker:
         self.depth = depth
         self.core = EngineCore(config)
         self.executor = CheckingExecutor(config.num_blocks)
+        self.problems: dict[str, str | None] | None = None
+        """What is found to be wrong with grammars; those that aren't in it are being prepared
+        still. None: each is ready at once."""
         self.orders: deque[Order] = deque()
         self.flying: deque[Batch] = deque()
 
@@ -247,6 +264,11 @@ class World:
                         key = (command.instance, command.incarnation)
                         worker.executor.peers[key] = source.executor
             worker.core.receive(order, self.now)
+        for grammar in worker.core.unprepared:
+            if worker.problems is None:
+                worker.core.prepared(grammar, None, self.now)
+            elif grammar in worker.problems:
+                worker.core.prepared(grammar, worker.problems[grammar], self.now)
         return any_there
 
     def schedule(self, worker: Worker) -> bool:

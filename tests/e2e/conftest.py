@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ def make_server(tmp_path_factory: pytest.TempPathFactory, real_model: Path) -> I
     """Makes servers that aren't started yet; the model is there, whoever asks first."""
     made: list[Server] = []
 
-    def make(*args: str) -> Server:
-        made.append(Server(tmp_path_factory.mktemp("server"), *args))
+    def make(*args: str, **how: Any) -> Server:
+        made.append(Server(tmp_path_factory.mktemp("server"), *args, **how))
         return made[-1]
 
     yield make

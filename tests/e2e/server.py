@@ -51,12 +51,22 @@ class InstanceState:
 class Server:
     """`staffel serve ARGS` on a port of its own. Leaving the context leaves no process."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        under: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """`under` is a command that runs the server, such as prlimit; `env` goes on top."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [STAFFEL, "serve", *args, "--port", str(self.port)]
+        self._command = [*under, STAFFEL, "serve", *args, "--port", str(self.port)]
+        self.environment = os.environ | (env or {})
         self._folder = folder
         self._seen: dict[int, psutil.Process] = {}
+        """All children that it ever had."""
+        self._instances: dict[int, psutil.Process] = {}
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.process: subprocess.Popen[bytes]
 
@@ -66,7 +76,7 @@ class Server:
         """Start the process, and wait for nothing."""
         with (self._folder / "out").open("wb") as out, (self._folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                self._command, stdout=out, stderr=err, start_new_session=True
+                self._command, stdout=out, stderr=err, start_new_session=True, env=self.environment
             )
         return self
 
@@ -108,6 +118,11 @@ class Server:
         os.killpg(self.process.pid, number)
 
     @property
+    def memory(self) -> int:
+        """Bytes of the server's own process, without its instances."""
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    @property
     def ended(self) -> bool:
         return self.process.poll() is not None
 
@@ -121,13 +136,15 @@ class Server:
     # ---- processes
 
     def processes(self) -> list[psutil.Process]:
-        """The server's children: its instances, in the order of the placement."""
+        """The instances, in the order of the placement."""
         try:
             children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             children = []
         self._seen |= {child.pid: child for child in children}
-        return sorted(children, key=lambda child: (child.create_time(), child.pid))
+        found = [child for child in children if _is_instance(child)]
+        self._instances |= {child.pid: child for child in found}
+        return sorted(found, key=lambda child: (child.create_time(), child.pid))
 
     def left(self) -> list[psutil.Process]:
         """Those ever seen that are running still."""
@@ -141,7 +158,7 @@ class Server:
     @property
     def _instance_processes(self) -> list[psutil.Process]:
         self.processes()
-        return sorted(self._seen.values(), key=lambda child: (child.create_time(), child.pid))
+        return sorted(self._instances.values(), key=lambda child: (child.create_time(), child.pid))
 
     # ---- talking to it
 
@@ -232,6 +249,13 @@ def run_cli(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [STAFFEL, *args], capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def _is_instance(process: psutil.Process) -> bool:
+    try:
+        return "staffel.runtime.instance" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from staffel.config import ConfigError
 from staffel.control.request import SamplingParams
+from staffel.grammar import of_schema
 from staffel.model.grammar import Grammars, Matcher
 from staffel.model.sampler import SamplingState, sample
 
@@ -28,10 +30,6 @@ SCHEMA = {
     "required": ["name", "kind", "ages"],
     "additionalProperties": False,
 }
-
-
-def from_schema(schema: dict[str, object]) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +65,13 @@ def expect(value: dict[str, object]) -> None:
 def test_whatever_is_allowed_fits_the_schema(
     grammars: Grammars, tokenizer: Tokenizer, seed: int
 ) -> None:
-    ids = random_output(grammars.matcher(from_schema(SCHEMA)), seed)
+    ids = random_output(grammars.matcher(of_schema(SCHEMA)), seed)
     expect(json.loads(tokenizer.decode([token for token in ids if token != EOS])))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_matcher_rebuilt_from_ids_allows_the_same(grammars: Grammars, seed: int) -> None:
-    text = from_schema(SCHEMA)
+    text = of_schema(SCHEMA)
     ids = random_output(grammars.matcher(text), seed)
     steady = grammars.matcher(text)
     for position in range(len(ids) + 1):
@@ -87,7 +85,7 @@ def test_a_matcher_rebuilt_from_ids_allows_the_same(grammars: Grammars, seed: in
 def test_it_ends_with_the_last_byte_and_allows_eos_alone(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
-    matcher = grammars.matcher(from_schema({"const": {"a": 1}}))
+    matcher = grammars.matcher(of_schema({"const": {"a": 1}}))
     matcher.advance(tokenizer.encode('{"a":1').ids)
     assert not matcher.ended
     assert not matcher.mask()[EOS]
@@ -107,11 +105,11 @@ def test_eos_is_allowed_where_the_grammar_may_end(grammars: Grammars, tokenizer:
 
 
 def test_an_illegal_id_ends_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    matcher = grammars.matcher(from_schema(SCHEMA))
+    matcher = grammars.matcher(of_schema(SCHEMA))
     matcher.advance(tokenizer.encode("hello").ids)
     assert matcher.ended
     assert matcher.mask().nonzero()[0].tolist() == [EOS]
-    fresh = grammars.matcher(from_schema(SCHEMA))
+    fresh = grammars.matcher(of_schema(SCHEMA))
     assert not fresh.ended
 
 
@@ -131,7 +129,7 @@ def test_constrained_draws_fit_the_schema_and_resume_from_ids(
 ) -> None:
     torch.set_num_threads(1)
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 6}
-    params = SamplingParams(max_tokens=50, seed=3, stop_ids=(EOS,), grammar=from_schema(schema))
+    params = SamplingParams(max_tokens=50, seed=3, stop_ids=(EOS,), grammar=of_schema(schema))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
 
     def finish(outputs: list[int]) -> list[int]:
@@ -149,11 +147,73 @@ def test_constrained_draws_fit_the_schema_and_resume_from_ids(
     assert all(finish(ids[:cut]) == ids for cut in range(len(ids)))
 
 
-def test_a_bad_grammar_has_ended(grammars: Grammars, caplog) -> None:
+def test_a_bad_grammar_has_ended(grammars: Grammars) -> None:
     matcher = grammars.matcher("start: nothing")
     assert matcher.ended
+    assert "nothing" in matcher.problem
     assert matcher.mask().nonzero()[0].tolist() == [EOS]
-    assert "can't be followed" in caplog.text
+
+
+# ---- forced text
+
+
+@pytest.mark.parametrize(
+    "value", ["<|im_end|>", "a<|endoftext|>b", "<|im_start|>", {"<|im_end|>": 1}]
+)
+def test_forced_text_is_spelt_by_ordinary_tokens(
+    grammars: Grammars, tokenizer: Tokenizer, value: object
+) -> None:
+    """Though a special token is written just so."""
+    ids = random_output(grammars.matcher(of_schema({"const": value})), 1)
+    specials = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    assert not specials.intersection(token for token in ids if token != EOS)
+    assert json.loads(tokenizer.decode([t for t in ids if t != EOS], False)) == value
+
+
+def test_much_forced_text_costs_a_step_nothing(grammars: Grammars) -> None:
+    """Three megabytes of it: it isn't looked up how all of it would be spelt."""
+    matcher = grammars.matcher(
+        of_schema({"type": "array", "items": {"const": 5e-324}, "minItems": 10000})
+    )
+    began = time.monotonic()
+    for _ in range(100):
+        matcher.advance([int(matcher.mask().nonzero()[0][-1])])
+    assert matcher.problem is None
+    assert time.monotonic() - began < 5  # it took ten seconds a step
+
+
+# ---- compiling beside the steps
+
+
+def wait_for(grammars: Grammars, count: int) -> dict[str, str | None]:
+    news: dict[str, str | None] = {}
+    deadline = time.monotonic() + 20
+    while len(news) < count:
+        assert time.monotonic() < deadline
+        news |= grammars.arrived()
+        time.sleep(0.005)
+    return news
+
+
+def test_wanted_grammars_arrive(grammars: Grammars) -> None:
+    good, bad = of_schema({"const": "wanted"}), "start: nothing"
+    grammars.want([good, bad])
+    news = wait_for(grammars, 2)
+    assert news[good] is None
+    assert "nothing" in news[bad]
+    assert grammars.arrived() == []
+
+
+def test_what_nobody_wants_any_more_is_not_compiled(grammars: Grammars) -> None:
+    slow = of_schema({"properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
+    forgotten, last = (of_schema({"const": name}) for name in ("forgotten", "last"))
+    grammars.want([slow, forgotten])
+    grammars.want([slow, last])
+    grammars.want([last])
+    news = wait_for(grammars, 1)
+    while last not in news:
+        news |= wait_for(grammars, 1)
+    assert forgotten not in news
 
 
 def test_a_model_without_tokenizer_json_is_named(tmp_path: Path) -> None:

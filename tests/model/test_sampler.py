@@ -75,6 +75,7 @@ class FakeGrammar:
 
     def __init__(self, *admitted: set[int]) -> None:
         self.admitted, self.position = admitted, 0
+        self.problem: str | None = None
 
     @property
     def ended(self) -> bool:
@@ -87,6 +88,18 @@ class FakeGrammar:
         mask = np.zeros(VOCAB, dtype=np.bool_)
         mask[list(self.admitted[self.position])] = True
         return mask
+
+
+def test_a_grammar_that_gives_up_says_so() -> None:
+    grammar = FakeGrammar({1}, {2})
+    grammar.problem = "too many items"
+    (result,) = sample(torch.zeros(1, VOCAB), [state_of(grammar)])
+    assert "too many items" in result.failure
+    assert not result.grammar_ended
+
+
+def state_of(grammar: FakeGrammar) -> SamplingState:
+    return SamplingState(SamplingParams(max_tokens=5, temperature=0), [1], [], grammar)
 
 
 # ---- distributions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -10,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from staffel.api.engine import Engine
 from staffel.api.envelope import Envelope
 from staffel.api.errors import ApiError, json_response, not_ready
+from staffel.api.grammars import Grammars
 from staffel.api.metrics import Metrics
 from staffel.api.record import CLIENT_LEFT
 from staffel.api.serving import CHAT, COMPLETIONS, ApiOptions, Serving
@@ -18,14 +21,25 @@ from staffel.config import ModelSpec
 
 
 def create_app(
-    engine: Engine, spec: ModelSpec, tokenizer: Tokenizer, options: ApiOptions | None = None
+    engine: Engine,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    grammars: Grammars,
+    options: ApiOptions | None = None,
+    *,
+    dropped_lines: Callable[[], int] = lambda: 0,
+    crowded: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """The OpenAI-compatible API of one model. Starts nothing; the engine is the caller's."""
+    """The OpenAI-compatible API of one model. Starts nothing; engine and grammars are the caller's.
+
+    `dropped_lines` counts the log lines that could not be written; while `crowded`, only the
+    operator's routes are answered.
+    """
     options = options or ApiOptions()
-    serving = Serving(engine, spec, tokenizer, options)
-    metrics = Metrics(engine)
+    serving = Serving(engine, spec, tokenizer, grammars, options)
+    metrics = Metrics(engine, dropped_lines)
     app = FastAPI(title="Staffel", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Envelope, metrics=metrics, api_key=options.api_key)
+    app.add_middleware(Envelope, metrics=metrics, api_key=options.api_key, crowded=crowded)
     _handle_errors(app)
     _add_openai_routes(app, serving)
     _add_operator_routes(app, engine, metrics)

@@ -8,6 +8,7 @@ from staffel.api.errors import bad_field
 from staffel.api.generation import Job, Prompt
 from staffel.api.logprobs import chat_logprobs
 from staffel.api.output import Piece
+from staffel.api.params import check_ids, check_length
 from staffel.api.protocol import ChatBody, TokenizeChat
 from staffel.api.tokens import Tokenizer
 from staffel.config import ModelSpec
@@ -18,10 +19,12 @@ _ROLES = ("system", "developer", "user", "assistant")
 def prompts_of(body: ChatBody, tokenizer: Tokenizer, spec: ModelSpec) -> list[Prompt]:
     """The one prompt that the chat template makes of the messages."""
     text = render(body, tokenizer)
+    check_length(text, tokenizer, spec, "messages")
     # The template writes the special tokens itself.
     [ids] = tokenizer.encode([text], add_special_tokens=False)
     if not ids:
         raise bad_field("messages", "give an empty prompt; write something")
+    check_ids(ids, spec.vocab_size, "messages")
     return [Prompt(ids)]
 
 

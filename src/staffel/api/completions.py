@@ -8,28 +8,38 @@ from staffel.api.errors import bad_field
 from staffel.api.generation import Job, Prompt
 from staffel.api.logprobs import completion_logprobs
 from staffel.api.output import Echo, Piece
-from staffel.api.params import check_ids
+from staffel.api.params import check_ids, check_length, output_limit
 from staffel.api.protocol import CompletionBody
 from staffel.api.tokens import Tokenizer
 from staffel.config import ModelSpec
 
 
 def prompts_of(body: CompletionBody, tokenizer: Tokenizer, spec: ModelSpec) -> list[Prompt]:
-    """The prompts as ids. Raises ApiError (400) for an empty or mixed one, or unknown ids."""
-    given = _as_list(body.prompt)
-    if all(isinstance(item, str) for item in given):
-        texts: list[Any] = given
-        ids = tokenizer.encode(texts, add_special_tokens=True)
-    else:
-        texts, ids = [None] * len(given), given
-    for item, of in zip(given, ids, strict=True):
-        if not item or not of:
-            raise bad_field("prompt", "is empty; give at least one token")
-        check_ids(of, spec.vocab_size, "prompt")
-    return [
-        Prompt(of, Echo.of(tokenizer, of, text) if body.echo else None)
-        for of, text in zip(ids, texts, strict=True)
-    ]
+    """The prompts as ids.
+
+    Raises:
+        ApiError: 400 for an empty or mixed one, unknown ids, or one beyond the context; what comes
+            after it isn't looked at.
+    """
+    return [_prompt(item, body, tokenizer, spec) for item in _as_list(body.prompt)]
+
+
+def _prompt(
+    given: str | list[int], body: CompletionBody, tokenizer: Tokenizer, spec: ModelSpec
+) -> Prompt:
+    text = given if isinstance(given, str) else None
+    ids = given if isinstance(given, list) else _encode(given, tokenizer, spec)
+    if not given or not ids:
+        raise bad_field("prompt", "is empty; give at least one token")
+    output_limit(body, len(ids), spec.max_model_len)
+    check_ids(ids, spec.vocab_size, "prompt")
+    return Prompt(ids, Echo.of(tokenizer, ids, text) if body.echo else None)
+
+
+def _encode(text: str, tokenizer: Tokenizer, spec: ModelSpec) -> list[int]:
+    check_length(text, tokenizer, spec, "prompt")
+    [ids] = tokenizer.encode([text], add_special_tokens=True)
+    return ids
 
 
 def _as_list(prompt: str | list[Any]) -> list[Any]:

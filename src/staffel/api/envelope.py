@@ -6,11 +6,12 @@ import re
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from staffel.api.errors import ApiError, bad_field, wrong_key
+from staffel.api.errors import ApiError, bad_field, no_connection_left, wrong_key
 from staffel.api.metrics import Metrics
 from staffel.api.record import Record
 
@@ -21,8 +22,16 @@ _OPEN_PATHS = ("/health", "/ready", "/metrics")
 class Envelope:
     """Plain ASGI, because middleware that wraps the streams would hide a client's leaving."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        api_key: str | None,
+        crowded: Callable[[], bool],
+    ) -> None:
         self._app = app
+        self._crowded = crowded
         self._metrics = metrics
         self._api_key = api_key
 
@@ -54,6 +63,8 @@ class Envelope:
                 record.request_id = _checked_id(given) or record.request_id
             if scope["path"] not in _OPEN_PATHS:
                 self._check_key(headers)
+                if self._crowded():
+                    raise no_connection_left()
         except ApiError as error:
             return error.response()
         return None

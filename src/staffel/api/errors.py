@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from staffel.control.messages import Failure
+from staffel.control.messages import UNAVAILABLE_RETRY_S, Failure
 
 _TYPES = {
+    408: "timeout_error",
     429: "rate_limit_error",
     499: "client_closed_request",
     500: "server_error",
@@ -100,15 +101,25 @@ def context_exceeded(limit: int, prompt: int, output: int, field: str) -> ApiErr
     )
 
 
+def no_connection_left() -> ApiError:
+    text = "All connections are at work on requests (--max-connections)."
+    return ApiError(503, text, code=503, retry_after=1)
+
+
 def not_ready(state: str) -> ApiError:
     return ApiError(
-        503, f"The server is {state} and takes no requests now.", code=503, retry_after=1
+        503,
+        f"The server is {state} and takes no requests now.",
+        code=503,
+        retry_after=UNAVAILABLE_RETRY_S,
     )
 
 
 def from_failure(failure: Failure) -> ApiError:
     """What the engine says of a request that it can't answer (to its end)."""
+    if failure.status == 400:  # nothing else of a request shows only while it runs
+        return bad_field("response_format", failure.message)
     retry_after = failure.retry_after
     if retry_after is None and failure.status in (429, 503):
-        retry_after = 1
+        retry_after = UNAVAILABLE_RETRY_S
     return ApiError(failure.status, failure.message, code=failure.status, retry_after=retry_after)

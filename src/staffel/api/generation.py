@@ -19,6 +19,9 @@ from staffel.api.tokens import Tokenizer
 from staffel.control.messages import Delta, Failure
 from staffel.control.request import Request
 
+_AT_ONCE = 8
+"""Choices that are submitted in one turn of the event loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -48,6 +51,7 @@ class Generation:
             Output(tokenizer, request.params, job.ending, job.prompts[index // job.n].echo)
             for index, request in enumerate(job.requests)
         ]
+        self._unfinished = len(job.requests)
         self._running: set[int] = set()
         """Choices that the engine may still be at work on."""
         record.prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
@@ -59,24 +63,60 @@ class Generation:
             ApiError: the server isn't ready, or the engine gave a choice up.
         """
         try:
-            async with aclosing(_merged(self._submit())) as items:
+            if (state := self._engine.state()) != "ready":
+                raise errors.not_ready(state)
+            async with aclosing(self._news()) as items:
                 async for index, item in items:
                     if isinstance(item, Failure):
                         raise errors.from_failure(item)
                     if self._outputs[index].finish is None:
                         yield index, self._take(index, item)
-                    if all(output.finish for output in self._outputs):
+                    if not self._unfinished:
                         return
             raise RuntimeError("a stream of the engine ended without a finish")
         finally:
             for index in sorted(self._running):
                 self._engine.cancel(self.job.requests[index].id)
 
-    def _submit(self) -> list[Stream]:
-        if (state := self._engine.state()) != "ready":
-            raise errors.not_ready(state)
-        self._running.update(range(len(self.job.requests)))
-        return [self._engine.submit(request) for request in self.job.requests]
+    async def _news(self) -> AsyncGenerator[tuple[int, Delta | Failure]]:
+        """What the engine says of all choices as it comes, each with its choice.
+
+        They are submitted some at a time: others have their turn in between, and when the engine
+        refuses one the rest is never sent.
+        """
+        arrived: asyncio.Queue[tuple[int, Delta | Failure | BaseException | None]] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def pump(index: int, stream: Stream) -> None:
+            try:
+                async for item in stream:
+                    arrived.put_nowait((index, item))
+            except Exception as error:
+                arrived.put_nowait((index, error))
+            arrived.put_nowait((index, None))
+
+        async def submit() -> None:
+            for index, request in enumerate(self.job.requests):
+                self._running.add(index)
+                tasks.append(asyncio.create_task(pump(index, self._engine.submit(request))))
+                if index % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
+
+        tasks.append(asyncio.create_task(submit()))
+        tasks[0].add_done_callback(lambda task: _report_failure(task, arrived))
+        open_streams = len(self.job.requests)
+        try:
+            while open_streams:
+                index, item = await arrived.get()
+                if item is None:
+                    open_streams -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _take(self, index: int, delta: Delta) -> Piece:
         piece = self._outputs[index].add(delta)
@@ -89,6 +129,7 @@ class Generation:
 
     def _finish(self, index: int, piece: Piece, *, at_work: bool) -> None:
         assert piece.finish
+        self._unfinished -= 1
         self._record.finishes.append(piece.finish)
         self._running.discard(index)
         if at_work:
@@ -106,29 +147,8 @@ class Generation:
         }
 
 
-async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, Delta | Failure]]:
-    """The items of all streams as they come, each with its stream's place."""
-    arrived: asyncio.Queue[tuple[int, Delta | Failure | BaseException | None]] = asyncio.Queue()
-
-    async def pump(index: int, stream: Stream) -> None:
-        try:
-            async for item in stream:
-                arrived.put_nowait((index, item))
-        except Exception as error:
-            arrived.put_nowait((index, error))
-        arrived.put_nowait((index, None))
-
-    pumps = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(streams)]
-    open_streams = len(streams)
-    try:
-        while open_streams:
-            index, item = await arrived.get()
-            if item is None:
-                open_streams -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield index, item
-    finally:
-        for task in pumps:
-            task.cancel()
+def _report_failure(task: asyncio.Task[None], arrived: asyncio.Queue[Any]) -> None:
+    """A submission that went wrong ends the whole request."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        arrived.put_nowait((0, error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,7 +18,8 @@ _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
 class Metrics:
     """What requests observe; instances are read from the engine when somebody scrapes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, dropped_lines: Callable[[], int]) -> None:
+        """`dropped_lines` counts the log lines that could not be written."""
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "staffel_requests",
@@ -64,6 +65,7 @@ class Metrics:
         )
         ProcessCollector(registry=registry)
         registry.register(_Instances(engine))
+        registry.register(_Log(dropped_lines))
 
 
 class _Instances:
@@ -98,6 +100,20 @@ class _Instances:
             yield _per_instance(
                 f"staffel_instance_{field}", text, instances, field, CounterMetricFamily
             )
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class _Log:
+    """The server's own log, which nobody may be reading."""
+
+    def __init__(self, dropped_lines: Callable[[], int]) -> None:
+        self._dropped_lines = dropped_lines
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Log lines of the server that could not be written."
+        yield CounterMetricFamily("staffel_log_lines_dropped", text, self._dropped_lines())
 
     def describe(self) -> list[Metric]:
         return []

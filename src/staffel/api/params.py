@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from llguidance import LLMatcher, LLTokenizer
+import msgspec
 from msgspec import structs
 
-from staffel.api.errors import bad_field, context_exceeded
+from staffel import grammar as grammars
+from staffel.api.errors import ApiError, bad_field, context_exceeded
 from staffel.api.generation import Job, Prompt
 from staffel.api.output import Ending
 from staffel.api.protocol import Body, ChatBody, CompletionBody, ResponseFormat
+from staffel.api.tokens import Tokenizer
 from staffel.config import ModelSpec
 from staffel.control.request import Request, SamplingParams
 
 _UINT64 = 2**64 - 1
-_BYTES = LLTokenizer("byte")
-"""A vocabulary of bytes: enough to see whether a grammar can be followed at all."""
 
 
 def build_job(
-    body: CompletionBody | ChatBody, spec: ModelSpec, prompts: list[Prompt], *, id: str, seed: int
+    body: CompletionBody | ChatBody,
+    spec: ModelSpec,
+    prompts: list[Prompt],
+    *,
+    id: str,
+    seed: int,
+    grammar: str | None = None,
 ) -> Job:
-    """The engine requests of a client request; `seed` is taken where the body has none.
+    """The engine requests of a client request; `seed` is taken where the body has none, and
+    `grammar` is that of its response_format.
 
     Raises:
         ApiError: 400, naming the field at fault.
     """
-    shared = sampling_params(body, spec, seed=seed)
+    shared = sampling_params(body, spec, seed=seed, grammar=grammar)
     requests: list[Request] = []
     for prompt in prompts:
         limit = output_limit(body, len(prompt.ids), spec.max_model_len)
@@ -43,7 +50,7 @@ def build_job(
 
 
 def sampling_params(
-    body: CompletionBody | ChatBody, spec: ModelSpec, *, seed: int
+    body: CompletionBody | ChatBody, spec: ModelSpec, *, seed: int, grammar: str | None
 ) -> SamplingParams:
     """All but what differs between the choices and prompts of one client request."""
     check_ids(body.stop_token_ids, spec.vocab_size, "stop_token_ids")
@@ -63,7 +70,7 @@ def sampling_params(
         stop_ids=_stop_ids(body, spec),
         logprobs=top,
         prompt_logprobs=top if body.echo else None,
-        grammar=_grammar(body.response_format),
+        grammar=grammar,
     )
 
 
@@ -82,6 +89,26 @@ def output_limit(body: CompletionBody | ChatBody, prompt: int, context: int) -> 
     if body.min_tokens > limit:
         raise bad_field("min_tokens", f"{body.min_tokens} is above the most output tokens, {limit}")
     return limit
+
+
+_SHORT_BYTES = 1 << 20
+"""A text of that size is tokenised whatever the context; it takes half a second."""
+
+
+def check_length(text: str, tokenizer: Tokenizer, spec: ModelSpec, field: str) -> None:
+    """Refuse a text that is longer than the context's tokens can spell, before it is tokenised.
+
+    Raises ApiError (400).
+    """
+    most = max(spec.max_model_len * tokenizer.longest_token, _SHORT_BYTES)
+    if len(text) > most or len(text.encode(errors="replace")) > most:
+        raise ApiError(
+            400,
+            f"{field}: is longer than {most} bytes, which is more than this model's maximum "
+            f"context length of {spec.max_model_len} tokens can hold. Shorten it.",
+            param=field,
+            code="context_length_exceeded",
+        )
 
 
 def check_ids(ids: list[int], vocab_size: int, field: str) -> None:
@@ -106,8 +133,12 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     return ids
 
 
-def _grammar(wanted: ResponseFormat | None) -> str | None:
-    """llguidance's grammar text. Whitespace is fixed: left free, a model can write it for ever."""
+def grammar_of(wanted: ResponseFormat | None, most_bytes: int) -> str | None:
+    """llguidance's text of a response format, not compiled yet; None: any text will do.
+
+    Raises:
+        ApiError: 400; its schema is longer than `most_bytes`, or sets what clients may not set.
+    """
     if wanted is None:
         return None
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
@@ -116,20 +147,13 @@ def _grammar(wanted: ResponseFormat | None) -> str | None:
         return None
     schema = wanted.json_schema.schema if wanted.json_schema else {"type": "object"}
     try:
-        grammar = LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": False}
-        )
-        problem = _grammar_problem(grammar)
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    if problem:
-        raise bad_field("response_format", f"this schema can't be followed: {problem}")
+        grammar = grammars.of_schema(schema)
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise unfollowable(str(error)) from None
+    if len(grammar) > most_bytes:
+        raise unfollowable(f"it is longer than {most_bytes} bytes (--max-schema)")
     return grammar
 
 
-def _grammar_problem(grammar: str) -> str | None:
-    """Why llguidance can't follow the grammar, if so; some only fail when a token is wanted."""
-    matcher = LLMatcher(_BYTES, grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher.get_error().partition("\n")[0] if matcher.is_error() else None
+def unfollowable(problem: str) -> ApiError:
+    return bad_field("response_format", f"this schema can't be followed: {problem}")

@@ -18,8 +18,11 @@ _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
-_StopString = Annotated[str, Meta(min_length=1)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Stops = Annotated[list[_StopString], Meta(max_length=256)]
 MAX_LOGPROBS = 20
+_MOST_IDS = 1024
+"""In a field that is looked at for each token of the output."""
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,13 +55,15 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_p: _Share = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
-    stop: _StopString | list[_StopString] = []
-    stop_token_ids: list[int] = []
+    stop: _StopString | _Stops = []
+    stop_token_ids: Annotated[list[int], Meta(max_length=_MOST_IDS)] = []
     ignore_eos: bool = False
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=_MOST_IDS)
+    ] = {}
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -82,9 +87,16 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         """How many likeliest tokens to tell of each token; None: no log probabilities at all."""
         return self.logprobs
 
+    @property
+    def prompts(self) -> int:
+        """How many there are."""
+        several = isinstance(self.prompt, list) and not all(type(p) is int for p in self.prompt)
+        return len(self.prompt) if several else 1
+
 
 class ChatBody(Body, frozen=True, kw_only=True):
     echo: ClassVar[bool] = False
+    prompts: ClassVar[int] = 1
     messages: _Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -159,8 +171,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 Parsed = TypeVar("Parsed", bound=Struct)
 
 
+_MOST_STRINGS = 250_000
+"""In a body: to make more of them at once would hold everybody else up."""
+
+
 def read_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body, without its nulls."""
+    if raw.count(b'"') - raw.count(b'\\"') > 2 * _MOST_STRINGS:
+        raise ApiError(400, f"The body has more than {_MOST_STRINGS} strings.")
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

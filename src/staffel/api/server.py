@@ -8,20 +8,28 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from msgspec import Struct
 
 from staffel.api.app import create_app
+from staffel.api.connections import Connections, GuardedProtocol, Listener
+from staffel.api.grammars import Grammars
+from staffel.api.limits import Limits
 from staffel.api.serving import ApiOptions
 from staffel.api.tokens import Tokenizer
 from staffel.config import ConfigError, ModelSpec, Placement
 from staffel.control.messages import LEASE_NS, RouterConfig, window_tokens
 from staffel.runtime.deployment import make_jobs
-from staffel.runtime.instance import Appender, InstanceJob
+from staffel.runtime.folder import ServerFolder
+from staffel.runtime.instance import InstanceJob
+from staffel.runtime.journal_file import check_writable
 from staffel.runtime.launcher import Launcher, ProcessLauncher
-from staffel.runtime.service import Service, endpoint, make_directory
+from staffel.runtime.logs import dropped_lines
+from staffel.runtime.service import Service, endpoint
 
 log = logging.getLogger("staffel.server")
 
@@ -44,6 +52,7 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     request_timeout: float = 0
     drain_timeout: float = 30
     seed: int | None = None
+    limits: Limits = Limits()
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -74,15 +83,38 @@ async def _serve(
     options: ServeOptions,
     announce: Callable[[str], None],
 ) -> None:
-    with _listen(options.host, options.port) as listener:
+    connections = Connections(options.limits)
+    grammars = Grammars(model, options.limits)
+    with _listen(options.host, options.port, connections) as listener:
         tokenizer = await asyncio.to_thread(Tokenizer.load, model.path)
         service, jobs = make_service(model, options, ProcessLauncher())
-        server = _http_server(service, model, tokenizer, options)
+        api_options = ApiOptions(
+            api_key=options.api_key,
+            served_model_name=options.served_model_name,
+            seed=options.seed,
+            limits=options.limits,
+        )
+        app = create_app(
+            service,
+            model,
+            tokenizer,
+            grammars,
+            api_options,
+            dropped_lines=dropped_lines,
+            crowded=lambda: connections.crowded,
+        )
+        server = _http_server(app, connections)
         http = asyncio.create_task(server.serve(sockets=[listener]))
         ending = _Ending(service, options.drain_timeout)
+
+        def ready() -> None:
+            announce(_banner(model, options, jobs))
+            grammars.warm_up()
+
         try:
-            await _run(service, http, ending, lambda: announce(_banner(model, options, jobs)))
+            await _run(service, http, ending, ready)
         finally:
+            grammars.close()
             await service.stop()
             server.should_exit = True
             await http
@@ -93,22 +125,22 @@ def make_service(
 ) -> tuple[Service, list[InstanceJob]]:
     """A service that isn't started yet, and the jobs of its instances."""
     if options.record is not None:
-        _empty(options.record)
-    directory = make_directory()
+        check_writable(options.record)
+    folder = ServerFolder()
     try:
-        return _service_in(directory, model, options, launcher)
+        return _service_in(folder, model, options, launcher)
     except BaseException:
-        directory.rmdir()
+        folder.close()
         raise
 
 
 def _service_in(
-    directory: Path, model: ModelSpec, options: ServeOptions, launcher: Launcher
+    folder: ServerFolder, model: ModelSpec, options: ServeOptions, launcher: Launcher
 ) -> tuple[Service, list[InstanceJob]]:
     jobs = make_jobs(
         options.placement,
         model,
-        endpoint=endpoint(directory),
+        endpoint=endpoint(folder.path),
         journal=options.record,
         log_level=options.log_level,
     )
@@ -120,18 +152,11 @@ def _service_in(
         max_queue=options.max_queue,
         request_timeout_ns=int(options.request_timeout * 1e9),
     )
-    service = Service(jobs, launcher, config, directory=directory, journal=options.record)
+    service = Service(jobs, launcher, config, folder=folder, journal=options.record)
     return service, jobs
 
 
-def _empty(path: Path) -> None:
-    try:
-        Appender(path, anew=True).close()
-    except OSError as error:
-        raise ConfigError(f"--record: {path} can't be written: {error.strerror}") from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, connections: Connections) -> Listener:
     """Take the port before anything slow happens."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -139,7 +164,9 @@ def _listen(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host: {host!r} can't be resolved: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
+    listener = Listener(family, kind, protocol)
+    listener.connections = connections
+    listener.keep_spare()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -160,14 +187,10 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(
-    service: Service, model: ModelSpec, tokenizer: Tokenizer, options: ServeOptions
-) -> _HttpServer:
-    api_options = ApiOptions(
-        api_key=options.api_key, served_model_name=options.served_model_name, seed=options.seed
-    )
+def _http_server(app: FastAPI, connections: Connections) -> _HttpServer:
     config = uvicorn.Config(
-        create_app(service, model, tokenizer, api_options),
+        app,
+        http=partial(GuardedProtocol, connections=connections),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -201,7 +224,7 @@ class _Ending:
 
 
 async def _run(
-    service: Service, http: asyncio.Task[None], ending: _Ending, announce: Callable[[], None]
+    service: Service, http: asyncio.Task[None], ending: _Ending, ready: Callable[[], None]
 ) -> None:
     """From the start of the instances to the signal that ends everything."""
     started = asyncio.create_task(service.start())
@@ -211,7 +234,7 @@ async def _run(
         await asyncio.wait({started, stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
         if started.done():
             started.result()
-            announce()
+            ready()
             await asyncio.wait({stopped, failed, http}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()

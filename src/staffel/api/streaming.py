@@ -5,29 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from staffel.api.errors import ApiError
 from staffel.api.record import CLIENT_LEFT, Record
 
+Result = TypeVar("Result")
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Response | None]) -> Response:
-    """Run `work`; cancel it the moment the client closes the connection.
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; it is cancelled the moment the client closes the connection.
 
     The server only tells of a closed connection to somebody who listens, so this does.
-    Returns what `work` returned, or an answer that nobody reads.
+
+    Raises:
+        ClientDisconnect: the client has left.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_closed(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return working.result() or Response()
-        return Response(status_code=CLIENT_LEFT)
+            return working.result()
+        raise ClientDisconnect
     finally:
         leaving.cancel()
         working.cancel()
@@ -57,8 +62,9 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await unless_gone(receive, self._run(scope, receive, send))
-        if answer.status_code == CLIENT_LEFT:
+        try:
+            await unless_gone(receive, self._run(scope, receive, send))
+        except ClientDisconnect:
             self._record.status = CLIENT_LEFT
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:

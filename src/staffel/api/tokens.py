@@ -30,6 +30,8 @@ class Tokenizer:
         self._known: dict[int, bytes] = {}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         """Ids that stand for no text."""
+        self.longest_token = self._longest_token()
+        """Bytes of text that a token stands for at most."""
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
@@ -66,6 +68,11 @@ class Tokenizer:
             return self._added[id]
         token = self._backend.id_to_token(id)
         return b"" if token is None else self._bytes_of(token)
+
+    def _longest_token(self) -> int:
+        # By the vocabulary's own writing, of which no character stands for more than four bytes.
+        longest = sorted(self._backend.get_vocab().items(), key=lambda entry: -len(entry[0]))[:64]
+        return max((len(self.token_bytes(id)) for _, id in longest), default=1) or 1
 
     def token_strings(self, ids: list[int]) -> list[str]:
         """The tokens as the vocabulary writes them."""

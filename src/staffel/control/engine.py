@@ -1,7 +1,8 @@
 """EngineCore: one instance's decisions. What is computed, read, kept and freed, and when.
 
 The shell calls `receive` for each order, `schedule` for a batch, `commit` with its result, and
-`report` once a step. Several batches may be in flight, as long as they are executed and
+`report` once a step. A sequence with a grammar waits until `prepared` says that the grammar can be
+followed without delay. Several batches may be in flight, as long as they are executed and
 committed in the order in which they were scheduled.
 """
 
@@ -23,6 +24,7 @@ from staffel.control.messages import (
     EngineConfig,
     Enter,
     Event,
+    Failed,
     HandoffReady,
     Load,
     Order,
@@ -71,6 +73,8 @@ class EngineCore:
         self.config = config
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._sequences: dict[int, Sequence] = {}
+        self._unprepared: dict[str, dict[int, Sequence]] = {}
+        """By the grammar that they wait for."""
         self._waiting: Queue = OrderedDict()
         """Prompts without blocks."""
         self._prefilling: Queue = OrderedDict()
@@ -110,6 +114,19 @@ class EngineCore:
         for command in order.commands:
             if not isinstance(command, Attach | Detach):
                 self._obey(command, now)
+
+    def prepared(self, grammar: str, problem: str | None, now: int) -> None:
+        """A grammar is ready for use; or it can't be followed, and `problem` says why."""
+        for sequence in self._unprepared.pop(grammar, {}).values():
+            if problem is None:
+                self._enqueue(sequence)
+            else:
+                self._fail(sequence, problem)
+
+    @property
+    def unprepared(self) -> list[str]:
+        """Grammars that sequences wait for."""
+        return list(self._unprepared)
 
     def schedule(self, now: int) -> Batch | None:
         """The next step's work; None if there is none that can be done now."""
@@ -190,9 +207,7 @@ class EngineCore:
         sequence = Sequence(
             command.dispatch, command.request, command.emitted, handoff=command.handoff, now=now
         )
-        self._sequences[command.dispatch] = sequence
-        self._waiting[command.dispatch] = sequence
-        self._started += 1
+        self._arrive(sequence)
 
     def _start_pull(self, command: PullKv, now: int) -> None:
         sequence = Sequence(
@@ -206,9 +221,20 @@ class EngineCore:
             blocks=command.blocks,
             tokens=command.tokens,
         )
-        self._sequences[command.dispatch] = sequence
-        self._pull_waiting[command.dispatch] = sequence
+        self._arrive(sequence)
+
+    def _arrive(self, sequence: Sequence) -> None:
+        self._sequences[sequence.dispatch] = sequence
         self._started += 1
+        grammar = sequence.request.params.grammar
+        if grammar is None:
+            self._enqueue(sequence)
+        else:
+            self._unprepared.setdefault(grammar, {})[sequence.dispatch] = sequence
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        queue = self._waiting if sequence.pull is None else self._pull_waiting
+        queue[sequence.dispatch] = sequence
 
     def _release(self, dispatch: int) -> None:
         if dispatch in self._pinned:
@@ -546,6 +572,9 @@ class EngineCore:
         )
 
     def _commit_token(self, sequence: Sequence, result: RowResult, now: int) -> None:
+        if result.failure is not None:
+            self._fail(sequence, result.failure)
+            return
         assert result.token is not None
         sequence.ids.append(result.token)
         finish = self._finish(sequence, result)
@@ -573,6 +602,10 @@ class EngineCore:
 
     # ---- endings
 
+    def _fail(self, sequence: Sequence, problem: str) -> None:
+        self._let_go(sequence)
+        self._events.append(Failed(sequence.dispatch, problem))
+
     def _let_go(self, sequence: Sequence) -> None:
         """End a sequence here; what it holds is freed when no batch in flight names it."""
         if sequence.prefilled:
@@ -586,10 +619,20 @@ class EngineCore:
             self._waiting, self._prefilling, self._pull_waiting, self._pulling, self._decoding,
         ):  # fmt: skip
             queue.pop(dispatch, None)
+        self._stop_preparing(sequence)
         if sequence.last_batch > self._committed:
             self._landing.append(sequence)
         else:
             self._free(sequence)
+
+    def _stop_preparing(self, sequence: Sequence) -> None:
+        grammar = sequence.request.params.grammar
+        if grammar is None or grammar not in self._unprepared:
+            return
+        waiting = self._unprepared[grammar]
+        waiting.pop(sequence.dispatch, None)
+        if not waiting:
+            del self._unprepared[grammar]
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
@@ -610,7 +653,9 @@ class EngineCore:
     def _load(self) -> Load:
         return Load(
             running=len(self._decoding) + len(self._prefilling) + len(self._pulling),
-            waiting=len(self._waiting) + len(self._pull_waiting),
+            waiting=len(self._waiting)
+            + len(self._pull_waiting)
+            + sum(map(len, self._unprepared.values())),
             pinned=len(self._pinned),
             free_blocks=self.blocks.free,
             cached_blocks=self.blocks.cached,

@@ -66,6 +66,8 @@ class Instance:
         """Prompt tokens sent there and not computed yet, as far as not cached."""
         self.held_tokens = 0
         """Tokens of the sequences that decode there."""
+        self.suspects = 0
+        """Of `jobs`, those that run there alone."""
         self.last_order = 0
         self.last_report = 0
         self.commands: list[Start | PullKv | Release | Cancel | Renew | Attach | Detach] = []
@@ -80,6 +82,10 @@ class Handoff:
         self.ready = ready
         self.pinned_at = now
         self.retried = False
+
+
+SUSPECT_LOSSES = 2
+"""A request that has cost so many instances may be what kills them: it runs only alone."""
 
 
 class Job:
@@ -98,6 +104,8 @@ class Job:
         """Its part of the instance's."""
         self.held = False
         """Whether its tokens are among the instance's."""
+        self.alone = False
+        """Whether it is among the instance's `suspects`."""
         self.losses = 0
         self.repeats = 0
         self.cached_tokens = 0
@@ -110,6 +118,10 @@ class Job:
         self.handoff_ns: int | None = None
         self.read_ns: int | None = None
         self.first_token_at: int | None = None
+
+    @property
+    def suspect(self) -> bool:
+        return self.losses >= SUSPECT_LOSSES
 
     @property
     def length(self) -> int:

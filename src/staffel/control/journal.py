@@ -20,7 +20,7 @@ from staffel.control.router import RouterCore
 Core = EngineCore | RouterCore
 
 _CALLS = {
-    "engine": (EngineCore, EngineConfig, ("receive", "schedule", "commit", "report")),
+    "engine": (EngineCore, EngineConfig, ("receive", "prepared", "schedule", "commit", "report")),
     "router": (RouterCore, RouterConfig, ("submit", "cancel", "join", "lost", "receive", "tick")),
 }
 

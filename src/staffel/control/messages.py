@@ -193,6 +193,14 @@ class Preempted(Struct, frozen=True, tag=True):
     dispatch: int
 
 
+class Failed(Struct, frozen=True, tag=True):
+    """The sequence can't go on, here or elsewhere, for what was asked of it; nothing of it is
+    kept."""
+
+    dispatch: int
+    message: str
+
+
 class Ended(Struct, frozen=True, tag=True):
     """Answer to `Cancel`, and notice of an expired lease: nothing is left of the dispatch."""
 
@@ -208,6 +216,7 @@ Event = (
     | Pulled
     | PullFailed
     | Preempted
+    | Failed
     | Ended
 )
 
@@ -327,6 +336,8 @@ class RowResult(Struct, frozen=True, array_like=True):
     """The grammar admits nothing after `token`."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt tokens at positions start + 1 .. start + count, as far as asked for."""
+    failure: str | None = None
+    """Why the grammar can't be followed any further; `token` is no part of the output then."""
 
 
 class BatchResult(Struct, frozen=True, array_like=True):
@@ -377,10 +388,15 @@ class Failure(Struct, frozen=True, tag=True):
 
     request: str
     status: int
-    """HTTP: 429 or 503 (try later), 504 (--request-timeout)."""
+    """HTTP: 400 (what was asked can't be followed to its end), 429 or 503 (try later), 504
+    (--request-timeout)."""
     message: str
     retry_after: int | None = None
     """Seconds."""
+
+
+UNAVAILABLE_RETRY_S = 5
+"""When to try again where nobody can say how long it takes: a start, or the loss of a phase."""
 
 
 # ---- what cores are made with

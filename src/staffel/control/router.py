@@ -11,13 +11,14 @@ through prefill once more with what was emitted: there is no third way.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from msgspec import Struct
 
 from staffel.control.affinity import prompt_hashes
 from staffel.control.jobs import Handoff, Instance, Job, Summary, summarise
 from staffel.control.messages import (
+    UNAVAILABLE_RETRY_S,
     Attach,
     Cancel,
     Decoded,
@@ -26,6 +27,7 @@ from staffel.control.messages import (
     Detach,
     Ended,
     Event,
+    Failed,
     Failure,
     HandoffReady,
     Hello,
@@ -48,8 +50,9 @@ from staffel.control.request import FinishReason, Request, TokenLogprobs
 MAX_LOSSES = 3
 """A request whose instance died this often is not tried again: it may be what kills them."""
 
-RETRY_AFTER_S = 1
-
+_DEPARTURES = 32
+"""How many of the last departures from the queue say how fast it moves."""
+_LONGEST_RETRY_S = 600
 
 News = Delta | Deltas | Failure
 
@@ -74,6 +77,8 @@ class RouterCore:
         self._queue: OrderedDict[str, Job] = OrderedDict()
         self._closing: dict[int, tuple[Instance, Handoff]] = {}
         """Cancelled pulls, by dispatch: the pin stays until the reader has answered."""
+        self._departures: deque[int] = deque(maxlen=_DEPARTURES)
+        """When the last requests left the queue."""
         self._last_dispatch = 0
         self._next_renewal = 0
         self._news: list[News] = []
@@ -219,7 +224,7 @@ class RouterCore:
             ahead = instance.queued_tokens
             if not self._within_window(instance, uncached):
                 continue
-            if instance.capacity < job.most_tokens:
+            if instance.capacity < job.most_tokens or not self._may_join(job, instance):
                 continue
             if instance.role == "prefill" and self._choose_decoder(job) is None:
                 continue
@@ -245,8 +250,22 @@ class RouterCore:
 
     def _choose_decoder(self, job: Job) -> Instance | None:
         """The one whose memory is least in use."""
-        fitting = [i for i in self._having("decode") if i.capacity >= job.most_tokens]
+        fitting = [
+            i
+            for i in self._having("decode")
+            if i.capacity >= job.most_tokens and self._may_join(job, i)
+        ]
         return min(fitting, key=lambda i: i.held_tokens / i.capacity, default=None)
+
+    def _may_join(self, job: Job, instance: Instance) -> bool:
+        """Whether nobody is put at stake: a suspect runs where nobody else is, and stays alone."""
+        if not job.suspect:
+            return not instance.suspects
+        pinned = any(
+            other.handoff is not None and other.handoff.source is instance and other is not job
+            for other in self._jobs.values()
+        )
+        return not instance.jobs and not pinned
 
     def _uncached(self, job: Job, instance: Instance) -> int:
         if not job.request.use_cache:
@@ -259,6 +278,7 @@ class RouterCore:
 
     def _start(self, job: Job, instance: Instance, now: int) -> None:
         del self._queue[job.request.id]
+        self._departures.append(now)
         job.stage = "prefill"
         job.dispatched_at = now
         job.queued_tokens = self._uncached(job, instance)
@@ -309,6 +329,8 @@ class RouterCore:
         self._last_dispatch += 1
         job.dispatch = self._last_dispatch
         job.instance = instance
+        job.alone = job.suspect
+        instance.suspects += job.alone
         instance.jobs[job.dispatch] = job
 
     def _hold(self, job: Job, instance: Instance) -> None:
@@ -321,6 +343,8 @@ class RouterCore:
         if instance is None:
             return
         instance.jobs.pop(job.dispatch, None)
+        instance.suspects -= job.alone
+        job.alone = False
         instance.queued_tokens -= job.queued_tokens
         job.queued_tokens = 0
         if job.held:
@@ -365,6 +389,10 @@ class RouterCore:
                 self._pull_failed(job, now)
             case Preempted():
                 self._preempted(job, now)
+            case Failed():
+                self._unassign(job)
+                self._drop_handoff(job)
+                self._fail(job, 400, event.message, now)
 
     def _prefilled(self, job: Job, event: Prefilled) -> None:
         assert job.instance is not None
@@ -531,9 +559,19 @@ class RouterCore:
         handoff.source.commands.append(Release(handoff.ready.dispatch))
 
     def _fail(self, job: Job, status: int, message: str, now: int) -> None:
-        retry_after = RETRY_AFTER_S if status in (429, 503) else None
-        self._news.append(Failure(job.request.id, status, message, retry_after))
+        self._news.append(Failure(job.request.id, status, message, self._retry_after(status, now)))
         self._close(job, str(status), now)
+
+    def _retry_after(self, status: int, now: int) -> int | None:
+        """Seconds: for a full queue how long it takes to move on, as fast as it did of late."""
+        if status == 503:
+            return UNAVAILABLE_RETRY_S
+        if status != 429:
+            return None
+        if not self._departures:
+            return 1
+        gap = (now - self._departures[0]) // len(self._departures)
+        return min(max(1, -(-gap * len(self._queue) // 10**9)), _LONGEST_RETRY_S)
 
     def _close(self, job: Job, outcome: str, now: int) -> None:
         self._queue.pop(job.request.id, None)

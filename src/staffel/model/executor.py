@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,7 +140,9 @@ class Executor:
             self._recorded = Tapes(self._model, self._attention, shape.slots)
         self._slots = Slots(max_sequences, spec.max_model_len, block_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._grammars = Grammars(Path(spec.path), spec.vocab_size, spec.eos_ids)
+        self._grammars = Grammars(
+            Path(spec.path), spec.vocab_size, spec.eos_ids, kept=2 * max_sequences
+        )
         self._peers: dict[tuple[str, int], Peer] = {}
 
     @property
@@ -169,6 +172,14 @@ class Executor:
         peer = self._peers.pop((instance, incarnation), None)
         if peer is not None:
             peer.close()
+
+    def want_grammars(self, texts: Sequence[str]) -> None:
+        """Grammars that sequences wait for now; they are compiled beside the steps."""
+        self._grammars.want(texts)
+
+    def grammars_arrived(self) -> list[tuple[str, str | None]]:
+        """Grammars that can be used from now on, or what is wrong with them."""
+        return self._grammars.arrived()
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> BatchResult:
@@ -314,7 +325,7 @@ class _Sequence:
 
 def _says_more(result: RowResult) -> bool:
     """Than the token."""
-    return result.logprobs is not None or result.grammar_ended
+    return result.logprobs is not None or result.grammar_ended or result.failure is not None
 
 
 class _Recorded(Protocol):

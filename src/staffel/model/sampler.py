@@ -150,8 +150,17 @@ def _logprobs(
 
 def _result(token: int, state: SamplingState, logprobs: TokenLogprobs | None) -> RowResult:
     state.advance(token)
-    ended = state.grammar is not None and state.grammar.ended
-    return RowResult(token=token, logprobs=logprobs, grammar_ended=ended)
+    grammar = state.grammar
+    if grammar is None:
+        return RowResult(token=token, logprobs=logprobs)
+    problem = grammar.problem
+    if problem is not None:
+        return RowResult(token=token, failure=_unfollowable(problem))
+    return RowResult(token=token, logprobs=logprobs, grammar_ended=grammar.ended)
+
+
+def _unfollowable(problem: str) -> str:
+    return f"the output can't follow this schema any further: {problem}"
 
 
 # ---- one token

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,12 +28,15 @@ from staffel.control.messages import (
     Unable,
     read_blocks,
 )
+from staffel.runtime.journal_file import JournalFile
 from staffel.runtime.links import InstanceLink
 from staffel.runtime.logs import set_up_logging
 
 log = logging.getLogger("staffel.instance")
 
 _IDLE_POLL_MS = 500
+_GRAMMAR_POLL_MS = 2
+"""While a grammar is being compiled."""
 
 
 class InstanceJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,8 @@ class Executor(Protocol):
 
     def attach(self, instance: str, incarnation: int, region: KvRegion) -> None: ...
     def detach(self, instance: str, incarnation: int) -> None: ...
+    def want_grammars(self, texts: Sequence[str]) -> None: ...
+    def grammars_arrived(self) -> list[tuple[str, str | None]]: ...
     def execute(self, batch: Batch) -> BatchResult: ...
     def close(self) -> None: ...
 
@@ -76,14 +82,27 @@ class Instance:
 
     def run(self) -> None:
         """Serve until the lifeline is cut."""
-        busy = False
+        busy = preparing = False
         while True:
-            orders = self._link.receive(0 if busy else _IDLE_POLL_MS)
+            pause = _GRAMMAR_POLL_MS if preparing else _IDLE_POLL_MS
+            orders = self._link.receive(0 if busy else pause)
             if orders is None:
                 return
             for order in orders:
                 self._take(order)
+            preparing = self._prepare_grammars(preparing)
             busy = self._step()
+
+    def _prepare_grammars(self, preparing: bool) -> bool:
+        """Have those compiled that sequences wait for; whether some are being compiled now."""
+        wanted = self._core.unprepared
+        if not (wanted or preparing):
+            return False
+        for grammar, problem in self._executor.grammars_arrived():
+            self._core.prepared(grammar, problem, time.monotonic_ns())
+        wanted = self._core.unprepared
+        self._executor.want_grammars(wanted)
+        return bool(wanted)
 
     def _take(self, order: Order) -> None:
         if order.incarnation != self._core.config.incarnation:
@@ -121,7 +140,7 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
     """Load the model, say hello and serve, until `lifeline` reads end-of-file."""
     link = InstanceLink(job.endpoint, job.name, lifeline)
     executor: Executor | None = None
-    journal = Appender(Path(job.journal)) if job.journal is not None else None
+    journal = JournalFile(Path(job.journal)) if job.journal is not None else None
     try:
         executor = _make_executor(job)
         core = EngineCore(_engine_config(job, executor.region))
@@ -181,22 +200,6 @@ def _engine_config(job: InstanceJob, region: KvRegion) -> EngineConfig:
         lease_ns=job.lease_ns,
         prefix_cache=job.spec.prefix_cache,
     )
-
-
-class Appender:
-    """Appends whole lines to a file that several processes share; only its owner may read it."""
-
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """`anew` empties the file. Raises OSError where it can't be written."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_TRUNC if anew else 0)
-        self._descriptor = os.open(path, flags, 0o600)
-
-    def append(self, line: bytes) -> None:
-        # One write call: with O_APPEND the kernel keeps the lines of several writers whole.
-        os.write(self._descriptor, line)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def main() -> None:

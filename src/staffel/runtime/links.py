@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import zmq
 import zmq.asyncio
 
 from staffel.control.messages import FromInstance, Hello, Order, Report, Unable
+
+log = logging.getLogger("staffel.links")
 
 
 class InstanceLink:
@@ -64,8 +68,14 @@ class RouterLink:
         self._socket.send_multipart([instance.encode(), self._encoder.encode(order)])
 
     async def receive(self) -> FromInstance:
-        _, payload = await self._socket.recv_multipart()
-        return self._decoder.decode(payload)
+        """The next message; what is none, from whoever found the socket, is dropped."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                _, payload = frames
+                return self._decoder.decode(payload)
+            except (ValueError, msgspec.MsgspecError) as error:
+                log.warning("a message that no instance sends was dropped: %s", error)
 
     def close(self) -> None:
         self._socket.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from staffel.config import ConfigError
 from staffel.control.jobs import Summary
 from staffel.control.journal import record
 from staffel.control.messages import (
+    UNAVAILABLE_RETRY_S,
     Delta,
     Deltas,
     Failure,
@@ -29,7 +28,9 @@ from staffel.control.messages import (
 )
 from staffel.control.request import Request
 from staffel.control.router import Actions, RouterCore
-from staffel.runtime.instance import Appender, InstanceJob
+from staffel.runtime.folder import ServerFolder
+from staffel.runtime.instance import InstanceJob
+from staffel.runtime.journal_file import JournalFile
 from staffel.runtime.launcher import Handle, Launcher
 from staffel.runtime.links import RouterLink
 
@@ -40,8 +41,6 @@ State = Literal["starting", "ready", "draining", "degraded"]
 
 _TICK_S = 0.25
 _LAST_WORDS_S = 2
-_LONGEST_TMPDIR = 80
-"""Linux allows 107 bytes for a socket's path."""
 
 
 class Stream:
@@ -83,15 +82,15 @@ class Service:
         launcher: Launcher,
         config: RouterConfig,
         *,
-        directory: Path,
+        folder: ServerFolder,
         journal: Path | None = None,
     ) -> None:
         self._jobs = {job.name: job for job in jobs}
         self._launcher = launcher
-        self._directory = directory
-        self._link = RouterLink(endpoint(directory))
+        self._folder = folder
+        self._link = RouterLink(endpoint(folder.path))
         self._core = RouterCore(config)
-        self._journal = Appender(journal) if journal is not None else None
+        self._journal = JournalFile(journal) if journal is not None else None
         if self._journal is not None:
             record(self._core, "router", "router", self._journal.append)
         self._streams: dict[str, Stream] = {}
@@ -144,13 +143,13 @@ class Service:
         for task in self._tasks:
             task.cancel()
         for name in list(self._streams):
-            self._deliver(Failure(name, 503, "the server is stopping", 1))
+            self._deliver(Failure(name, 503, "the server is stopping", UNAVAILABLE_RETRY_S))
         await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._link.close()
         if self._journal is not None:
             self._journal.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
     def state(self) -> State:
         if self._draining:
@@ -164,6 +163,11 @@ class Service:
             InstanceStatus(name, job.spec.role, name in self._ready, self._loads.get(name))
             for name, job in self._jobs.items()
         ]
+
+    @property
+    def recording(self) -> bool:
+        """Whether a journal is written; False once it had to end."""
+        return self._journal is not None and not self._journal.ended
 
     @property
     def queued(self) -> int:
@@ -189,7 +193,7 @@ class Service:
         stream = Stream()
         refusal = self._refusal()
         if refusal is not None:
-            stream.put(Failure(request.id, 503, refusal, 1))
+            stream.put(Failure(request.id, 503, refusal, UNAVAILABLE_RETRY_S))
             return stream
         self._streams[request.id] = stream
         self._quiet.clear()
@@ -241,7 +245,8 @@ class Service:
             self._take(await self._link.receive())
 
     def _take(self, message: FromInstance) -> None:
-        if message.incarnation != self._jobs[message.instance].incarnation:
+        job = self._jobs.get(message.instance)
+        if job is None or message.incarnation != job.incarnation:
             return
         now = time.monotonic_ns()
         match message:
@@ -287,14 +292,3 @@ def _log_summary(summary: Summary) -> None:
 def endpoint(directory: Path) -> str:
     """Where the router listens for its instances: a socket file that only this user can open."""
     return f"ipc://{directory}/router"
-
-
-def make_directory() -> Path:
-    """A folder of this user's for the socket.
-
-    Raises:
-        ConfigError: the path is longer than a socket's may be.
-    """
-    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
-        raise ConfigError(f"TMPDIR: {tempfile.gettempdir()} is too long for a socket's path")
-    return Path(tempfile.mkdtemp(prefix="staffel-"))
