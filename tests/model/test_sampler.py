@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -420,3 +421,38 @@ def test_score_of_a_prompt() -> None:
     assert [entry.logprob for entry in scores] == pytest.approx(expected, abs=1e-5)
     assert all(len(entry.top) == 2 for entry in scores)
     assert score(logits[:0], [], 2) == []
+
+
+# ---- what no request may do to others in its batch
+
+_EXTREMES: dict[str, list[float]] = {
+    "temperature": [0, 5e-324, 1e-300, 1e-30, 1, 2],
+    "top_p": [5e-324, 1e-300, 0.5, 1],
+    "top_k": [0, 1, VOCAB, 2**31 - 1],
+    "min_p": [0, 5e-324, 0.1, 1],
+    "repetition_penalty": [0.01, 1, 100],
+    "frequency_penalty": [-2, 0, 2],
+    "presence_penalty": [-2, 0, 2],
+}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_extreme_parameters_and_logits_give_a_token(seed: int) -> None:
+    draws = random.Random(seed)
+    chosen = {name: draws.choice(values) for name, values in _EXTREMES.items()}
+    bias = draws.choice([{}, {1: -100, 2: 100}])
+    params = SamplingParams(max_tokens=9, seed=seed, logit_bias=bias, **chosen)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+    odd = draws.choice([None, torch.nan, torch.inf, -torch.inf, 3e38])
+    if odd is not None:
+        logits[0, draws.sample(range(VOCAB), draws.choice([1, VOCAB // 2, VOCAB]))] = odd
+    (result,) = sample(logits, [SamplingState(params, [1, 2, 3], [4, 5], None)])
+    assert 0 <= result.token < VOCAB
+
+
+def test_a_token_without_a_logit_is_not_drawn() -> None:
+    logits = torch.full((1, VOCAB), torch.nan)
+    logits[0, 7] = -50
+    params = SamplingParams(max_tokens=9, min_p=0.1, seed=1)
+    (result,) = sample(logits, [SamplingState(params, [1], [], None)])
+    assert result.token == 7

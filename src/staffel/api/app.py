@@ -38,7 +38,9 @@ def create_app(
     options = options or ApiOptions()
     serving = Serving(engine, spec, tokenizer, grammars, options)
     metrics = Metrics(engine, dropped_lines)
-    app = FastAPI(title="Staffel", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Staffel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.add_middleware(Envelope, metrics=metrics, api_key=options.api_key, crowded=crowded)
     _handle_errors(app)
     _add_openai_routes(app, serving)

@@ -60,7 +60,7 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=_MOST_IDS)
     ] = {}

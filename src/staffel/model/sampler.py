@@ -29,6 +29,9 @@ _NUCLEUS_GUESS = 64
 _AT_ONCE = 1 << 24
 """Logits for which noise is computed at a time; each takes some tens of bytes meanwhile."""
 
+_FARTHEST = 1e30
+"""Stands for a logit that is no number."""
+
 _STEP, _MIX_1, _MIX_2 = (
     word - 2**64  # as signed words
     for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -196,8 +199,12 @@ def _draw_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
 def _choose(raw: Tensor, state: SamplingState) -> Tensor | int:
     """The next token after `raw`, [vocabulary]."""
     row = _adjusted(raw, state)
-    if state.masks and row.max() == -torch.inf:
-        return _when_nothing_is_allowed(raw, state.params)
+    if not state.free and not (largest := row.max()).isfinite():
+        if state.masks and largest == -torch.inf:
+            return _when_nothing_is_allowed(raw, state.params)
+        # A model that overflows, or a penalty beyond what floats hold: what is NaN isn't drawn.
+        least = -torch.inf if state.masks else -_FARTHEST
+        row = row.nan_to_num(nan=-_FARTHEST, posinf=_FARTHEST, neginf=least)
     if state.params.temperature == 0:
         return row.argmax()
     return _draw(row, state.params, state.position)
