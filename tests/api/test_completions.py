@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec import structs
 
 from staffel.api.serving import ApiOptions
 from staffel.api.tokens import Tokenizer
-from staffel.control.request import SamplingParams
+from staffel.control.request import Request, SamplingParams
 from tests.api.conftest import MakeApp
 from tests.api.doubles import COMPLETION, EOS, complete, deltas, say, stream
 
@@ -262,6 +265,29 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt(
     assert logprobs["text_offset"] == [0, 3, 7, 13]
     assert not engine.requests[0].use_cache
     assert engine.requests[0].params.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("given", [None, []])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_echo_with_logprobs_of_a_prompt_of_one_token(
+    make_app: MakeApp, given: list[Any] | None, max_tokens: int
+) -> None:
+    """Engines say None or nothing of it, as it has no token to be likely after."""
+
+    def script(request: Request) -> list[Any]:
+        return [
+            structs.replace(one, prompt_logprobs=given)
+            for one in deltas(request, [100, 101][:max_tokens], "length", group=2)
+        ]
+
+    app, _ = make_app(script)
+    answer = await complete(app, prompt="Two", echo=True, logprobs=1, max_tokens=max_tokens)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 1 + max_tokens
+    assert logprobs["tokens"][0] == "Two"
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["text_offset"][:2] == [0, 3][: 1 + max_tokens]
 
 
 async def test_echo_of_the_prompt_alone(make_app: MakeApp, tokenizer: Tokenizer) -> None:

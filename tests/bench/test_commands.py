@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,25 @@ def test_one_rate_quietly(url: str, tmp_path: Path) -> None:
     assert result.command.endswith("--api-key '***'")
     assert len(result.probes[0].records) == 90
     assert result.model == "fake"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_until_a_signal_is_kept(
+    url: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, and the time limit of a CI."""
+    file = tmp_path / "result.json"
+    words = ["run", url, *LOAD, "--rate", "5", "--duration", "600", "-o", str(file)]
+    command = [sys.executable, "-m", "staffel", "bench", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        time.sleep(8)
+        running.send_signal(number)
+        said = running.communicate(timeout=30)[0]
+    assert running.returncode in (130, 2)  # 2: where the machine was too busy to send in time
+    assert "interrupted" in said
+    kept = Result.load(file)
+    assert kept.interrupted
+    assert kept.probes[0].records
 
 
 def test_sweep_with_page(url: str, tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_a_page_without_any_request(tmp_path: Path) -> None:
     assert "interrupted" in page.words
 
 
+def test_a_search_that_was_interrupted_shows_no_other_figure_as_the_answer(tmp_path: Path) -> None:
+    ended = result("early", None, probes=[probe(10)], interrupted=True)
+    page = Page(write_report(ended, tmp_path))
+    assert "no goodput found" in page.words
+    assert "attainment (target" not in page.words
+    assert result_tables(ended)[0] == ("early: no goodput found (interrupted)", [])
+    assert quiet_line(ended) == "no goodput found (interrupted)"
+
+
 def test_tables_for_a_terminal() -> None:
     titles = [title for title, _ in result_tables(result("1P1D"))]
     assert titles[0].startswith("1P1D: 18 req/s goodput (17 to 19)")

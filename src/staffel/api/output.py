@@ -85,7 +85,9 @@ class Output:
         if self._echo is None:
             return Piece()
         echo, self._echo = self._echo, None
-        return echo.piece(delta.prompt_logprobs)
+        wanted = self._params.prompt_logprobs is not None
+        # Of a prompt of one token there is none: nothing comes before it.
+        return echo.piece((delta.prompt_logprobs or []) if wanted else None)
 
     def _is_stop(self, delta: Delta, id: int) -> bool:
         return delta.finish == "stop" and id in self._params.stop_ids
@@ -132,6 +134,8 @@ class Echo:
     offsets: list[int]
 
     def piece(self, logprobs: list[TokenLogprobs] | None) -> Piece:
+        """The prompt's text, with the log probabilities of all tokens but the first; None: not
+        asked for."""
         if logprobs is None:
             return Piece(text=self.text)
         first = Scored(self.ids[0], None, [], self.offsets[0])

@@ -278,6 +278,9 @@ def compare(
 
         results = [Result.load(file) for file in files]
         print_table(comparison_table(comparison(results)))
+        for result in results:
+            if result.interrupted:
+                out.print(f"Note: {result.label} was interrupted.", markup=False, highlight=False)
         if report is not None:
             out.print(f"page: {write_comparison(results, report)}", highlight=False)
 
@@ -311,6 +314,8 @@ def _show(result: Result, options: Options) -> None:
             print_table(table)
     for note in result.notes:
         out.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
+    if result.interrupted:
+        out.print("Note: interrupted; this is what there was.", highlight=False)
     if page is not None:
         out.print(f"page: {page}", highlight=False)
 

@@ -148,7 +148,7 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     return [head] + [
         [
             row.label,
-            _rate(row.goodput),
+            "none" if row.goodput is None else _rate(row.goodput),
             _between(row.goodput),
             str(row.devices),
             _rate(row.per_device),
@@ -160,6 +160,9 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 
 def _headline(result: Result, probe: Probe | None) -> list[tuple[str, str]]:
     figures = []
+    if result.kind == "goodput" and result.goodput is None:
+        # The figures of some probe on the way would be taken for the answer.
+        return [("no goodput found", "(interrupted)" if result.interrupted else "(see the notes)")]
     if result.goodput is not None:
         found = result.goodput
         figures.append((f"{found.value:.3g} req/s", f"goodput ({_between(found)})"))

@@ -322,9 +322,12 @@ class GoodputSearch:
 
     def _never_missed(self, low: float) -> str:
         """No upper end: every rate met the target, or none was surely too high."""
+        least, most = min(low, self._rates[-1]), max(seen.rate for seen in self._seen)
+        if least <= 0:
+            return f"no goodput: no rate up to {most:.3g} was surely too high, or surely low enough"
         return (
-            f"the goodput is at least {min(low, self._rates[-1]):.3g} requests/s; no rate up to "
-            f"{max(seen.rate for seen in self._seen):.3g} was surely too high"
+            f"the goodput is at least {least:.3g} requests/s; no rate up to {most:.3g} was surely "
+            "too high"
         )
 
     def _width(self) -> list[str]:

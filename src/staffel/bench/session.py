@@ -73,7 +73,7 @@ class Session:
         self.subject = subject
         self.slo = slo
         self.stop = asyncio.Event()
-        """Set by Ctrl-C."""
+        """Set by Ctrl-C and by SIGTERM, as a time limit sends it."""
         self._options = options
         self._progress = progress
         self._measurement: Measurement | None = None
@@ -116,7 +116,8 @@ class Session:
 
 
 def measure(options: Options, work: Callable[[Session], Awaitable[Result]]) -> Result:
-    """Set up, run `work`, and save its result. Ctrl-C ends the work; what there is is kept.
+    """Set up, run `work`, and save its result. Ctrl-C or SIGTERM ends the work; what there is is
+    kept.
 
     Raises:
         ConfigError: something in the options can't be had, or the endpoint can't be measured.
@@ -131,7 +132,8 @@ async def _measure(options: Options, work: Callable[[Session], Awaitable[Result]
     progress = Progress(Console(stderr=True), shown=not options.quiet)
     try:
         session = Session(options, await make_subject(options), slo, progress)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, session.stop.set)
         result = await work(session)
     finally:
         progress.close()
@@ -203,10 +205,13 @@ def read_slo(text: str) -> SLO:
 
 
 def _check_writable(path: Path) -> None:
-    """Before anything is measured."""
+    """Before anything is measured; leaves no empty file behind that looks like a result."""
+    there = path.exists()
     try:
         with path.open("ab"):
             pass
+        if not there:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"--output: {path} can't be written: {error.strerror}") from None
 

@@ -88,6 +88,8 @@ def quiet_line(result: Result) -> str:
     """One line for scripts: key=value, seconds and requests per second."""
     if result.kind == "goodput":
         found = result.goodput
+        if found is None and result.interrupted:
+            return "no goodput found (interrupted)"
         if found is None:
             return "goodput=nan low=nan high=nan per_device=nan"
         per_device = found.value / result.devices
