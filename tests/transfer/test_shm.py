@@ -15,7 +15,7 @@ import torch
 
 from staffel.config import ConfigError
 from staffel.control.messages import KvRegion
-from staffel.transfer import KvMemory, KvShape, Unreachable, attach, create
+from staffel.transfer import KvMemory, KvShape, Unreachable, attach, create, shm
 from staffel.transfer.shm import words_bytes
 
 SHAPE = KvShape(
@@ -218,3 +218,46 @@ def test_too_much_memory_is_refused_before_anything_is_taken() -> None:
     with pytest.raises(ConfigError, match="--kv-memory"):
         create(msgspec.structs.replace(SHAPE, num_blocks=2**40))
     assert descriptors() == before
+
+
+# ---- memory that is left
+
+GIB = 1 << 30
+
+
+def fake_machine(root: Path, available_kib: int, group: str = ".", **files: str) -> Path:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name.replace("memory_", "memory.")).write_text(text)
+    return root
+
+
+def test_without_a_container_it_is_the_machines(tmp_path: Path) -> None:
+    assert shm._memory_left(fake_machine(tmp_path, 5 << 20)) == 5 * GIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_in_a_container_it_is_what_the_limit_leaves(tmp_path: Path, version: int) -> None:
+    """Of 3 GiB 1.75 are in use, of which a quarter of one is files that can be dropped."""
+    usage, files = str(7 * GIB // 4), GIB // 4
+    if version == 2:
+        root = fake_machine(
+            tmp_path, 9 << 20, memory_max=str(3 * GIB), memory_current=usage,
+            memory_stat=f"anon 1\ninactive_file {files}\n",
+        )  # fmt: skip
+    else:
+        root = fake_machine(
+            tmp_path, 9 << 20, "memory", memory_limit_in_bytes=str(3 * GIB),
+            memory_usage_in_bytes=usage, memory_stat=f"cache 1\ntotal_inactive_file {files}\n",
+        )  # fmt: skip
+    assert shm._memory_left(root) == 3 * GIB // 2
+
+
+def test_a_container_without_a_limit(tmp_path: Path) -> None:
+    root = fake_machine(
+        tmp_path, 4 << 20, memory_max="max\n", memory_current="5", memory_stat="anon 1\n"
+    )
+    assert shm._memory_left(root) == 4 * GIB

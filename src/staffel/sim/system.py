@@ -172,11 +172,11 @@ class _System:
         now = self._clock.now
         for addressed in actions.orders:
             self._clock.at(now + self._message_ns, self._deliver, addressed)
+        self._summaries += actions.summaries
         if not actions.news:
             return
         ended = self._witness.hear(actions.news, now)
         self._take(_tokens(actions.news), ended)
-        self._summaries += actions.summaries
         if ended:
             self._places += ended
             self._clock.at(now, self._send_due)

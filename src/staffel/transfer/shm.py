@@ -6,6 +6,7 @@ last mapping, however its owner ended. Nor is it bound by the size of /dev/shm.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -164,13 +165,32 @@ def _allocate(size: int) -> int:
     return fd
 
 
-def _memory_left() -> int:
-    """Bytes that can still be had on this machine, or in this container altogether."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+def _memory_left(root: Path = Path("/")) -> int:
+    """Bytes that can still be had on this machine, and in this container."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
     left = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return left if text == "max" else min(left, int(text))
+    groups = root / "sys/fs/cgroup"
+    second = _left_in_group(groups, "memory.max", "memory.current", "inactive_file")
+    first = _left_in_group(
+        groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )
+    return int(min(left, first, second))
+
+
+def _left_in_group(folder: Path, limit: str, usage: str, reclaimable: str) -> float:
+    """What a control group may still take: its limit less what is in use and can't be dropped.
+
+    Version 2 and version 1 differ in the names of the files (Linux, admin-guide/cgroup-v2, Memory).
+    """
+    try:
+        most = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:  # no such group
+        return math.inf
+    if most == "max":
+        return math.inf
+    return max(0, int(most) - used + int(stat.get(reclaimable, 0)))
 
 
 def _map_peer(region: KvRegion, size: int) -> mmap.mmap:
