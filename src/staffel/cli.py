@@ -226,6 +226,15 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = 30,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="An instance without progress for so many seconds is killed and replaced; 0: "
+            "never. Above the longest step.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 120,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -331,6 +340,7 @@ def serve(
             local_prefill_below=local_prefill_below,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
+            hang_timeout=hang_timeout,
             seed=seed,
             limits=limits,
             log_level=log_level.value,
@@ -360,8 +370,6 @@ def replay(
     """Run a journal through fresh cores and compare every command."""
 
     def run() -> None:
-        import msgspec
-
         from staffel.control import journal as journals
 
         try:
@@ -369,13 +377,18 @@ def replay(
                 result = journals.replay(lines)
         except OSError as error:
             raise ConfigError(f"JOURNAL: {journal}: {error.strerror}") from None
-        except (msgspec.DecodeError, KeyError) as error:
-            raise ConfigError(f"JOURNAL: {journal} is not a whole journal: {error}") from None
+        if not result.calls and result.fault is not None:
+            raise ConfigError(f"JOURNAL: {journal}: {result.fault}")
         if not result.calls:
             raise ConfigError(f"JOURNAL: {journal} is empty; give a file from `serve --record`")
         if result.mismatch is not None:
             _fail_replay(result.mismatch)
         out.print(f"{result.cores} cores, {result.calls} calls: every command is the same")
+        if result.cut_off:
+            out.print("The last line is cut off, as a server that was killed leaves it.")
+        if result.fault is not None:
+            out.print(f"The replay ends there: {result.fault}", markup=False)
+            raise typer.Exit(1)
 
     or_error(run)
 

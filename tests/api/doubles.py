@@ -28,6 +28,12 @@ class StatusDouble:
     role: str
     ready: bool
     load: Load | None
+    restarts: int = 0
+    reason: str = ""
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.ready else "waiting"
 
 
 class ScriptedEngineDouble:

@@ -392,6 +392,23 @@ def test_an_instance_that_comes_back_before_its_loss_is_noticed(depth: int) -> N
     world.assert_at_rest()
 
 
+def test_kv_that_nobody_can_read_doesnt_cost_prefills_for_ever(depth: int) -> None:
+    world = disaggregated(depth=depth)
+    world.workers["decode-0"].executor.failing_reads = 10**6
+    world.submit(long_request())
+    world.run()
+    assert world.failures["r"].status == 503
+    assert "read" in world.failures["r"].message
+    assert world.summaries["r"].failed_reads == 4
+    assert world.summaries["r"].repeats == 1
+    world.workers["decode-0"].executor.failing_reads = 0
+    again = long_request("again")
+    world.submit(again)
+    world.run()
+    world.assert_served(again)
+    world.assert_at_rest()
+
+
 # ---- requests that may be what kills
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import msgspec
 import pytest
 
 from staffel.control.journal import Replay, record, replay
@@ -36,7 +35,7 @@ def lines() -> list[bytes]:
 
 def test_replays_to_the_same_commands(lines: list[bytes]) -> None:
     result = replay(lines)
-    assert result == Replay(4, len(lines) - 4, None)
+    assert result == Replay(4, len(lines) - 4)
     assert result.calls > 100
 
 
@@ -57,9 +56,34 @@ def test_a_changed_command_is_shown(lines: list[bytes]) -> None:
     assert mismatch.recorded != mismatch.replayed
 
 
-def test_what_is_no_journal_is_refused() -> None:
-    with pytest.raises(msgspec.DecodeError):
-        replay([b"hello\n"])
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"hello\n", "no line of a journal"),
+        (b'{"core":"x"}\n', "no line of a journal"),
+        (b"\xff\xfe\n", "no line of a journal"),
+        (b'{"core":"new","call":"tick","arguments":[1],"returned":null}\n', "how it was made"),
+        (b'{"core":"router","call":"dance","arguments":[1],"returned":null}\n', "doesn't know"),
+        (b'{"core":"router","call":"tick","arguments":["x"],"returned":null}\n', "'tick'"),
+        (b'{"core":"n","call":"router","arguments":{},"returned":2}\n', "config"),
+        (b'{"core":"n","call":"router","arguments":{},"returned":null}\n', "version null"),
+        (b'{"core":"n","call":"router","arguments":{},"returned":99}\n', "version 99"),
+    ],
+)
+def test_a_wrong_line_is_named_and_what_comes_before_it_counts(
+    lines: list[bytes], line: bytes, what: str
+) -> None:
+    result = replay([*lines[:50], line, *lines[50:]])
+    assert result.mismatch is None
+    assert result.calls == 46
+    assert result.fault.startswith("line 51: ")
+    assert what in result.fault
+
+
+def test_what_a_killed_server_leaves_is_replayed_up_to_its_end(lines: list[bytes]) -> None:
+    result = replay([*lines[:50], lines[50][:40]])
+    assert (result.calls, result.mismatch, result.fault) == (46, None, None)
+    assert result.cut_off
 
 
 def test_the_call_that_failed_is_in_the_journal() -> None:
@@ -69,5 +93,5 @@ def test_the_call_that_failed_is_in_the_journal() -> None:
     record(worker.core, "engine", "colocated-0", written.append)
     with pytest.raises(KeyError):
         worker.core.commit(77, BatchResult([], []), 0)
-    assert replay(written) == Replay(1, 1, None)
+    assert replay(written) == Replay(1, 1)
     assert b'"commit"' in written[-1]

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 STAFFEL = str(Path(sys.executable).with_name("staffel"))
 START_S = 90
 """Patience with a start: for machines that do other things as well."""
+KILL = signal.SIGKILL
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -36,6 +37,7 @@ class InstanceState:
     pinned: int = 0
     started: int = 0
     preemptions: int = 0
+    restarts: int = 0
     copied_bytes: int = 0
     copied_seconds: float = 0.0
     free: int = 0
@@ -66,7 +68,6 @@ class Server:
         self._folder = folder
         self._seen: dict[int, psutil.Process] = {}
         """All children that it ever had."""
-        self._instances: dict[int, psutil.Process] = {}
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.process: subprocess.Popen[bytes]
 
@@ -143,22 +144,20 @@ class Server:
             children = []
         self._seen |= {child.pid: child for child in children}
         found = [child for child in children if _is_instance(child)]
-        self._instances |= {child.pid: child for child in found}
         return sorted(found, key=lambda child: (child.create_time(), child.pid))
 
     def left(self) -> list[psutil.Process]:
         """Those ever seen that are running still."""
         return [process for process in self._seen.values() if _runs(process)]
 
-    def kill_instance(self, name: str) -> None:
-        """kill -9, as the kernel does when memory runs out."""
-        place = list(self.instances()).index(name)
-        self._instance_processes[place].kill()
+    def kill_instance(self, name: str, number: signal.Signals = KILL) -> None:
+        """kill -9, as the kernel does when memory runs out; or another signal."""
+        [process] = [process for process in self.processes() if process.cmdline()[-1] == name]
+        process.send_signal(number)
 
-    @property
-    def _instance_processes(self) -> list[psutil.Process]:
-        self.processes()
-        return sorted(self._instances.values(), key=lambda child: (child.create_time(), child.pid))
+    def wait_back(self, name: str) -> None:
+        """Until an instance is ready once more."""
+        until(lambda: self.instances()[name].ready, START_S, f"{name} is back")
 
     # ---- talking to it
 

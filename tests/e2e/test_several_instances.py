@@ -1,11 +1,11 @@
-"""2P1D and 1P2D: the same answers, and what happens when instances are killed one by one.
+"""2P1D and 1P2D: the same answers, and what happens when instances are killed, or hang.
 
-What another instance can go on with goes on; the rest ends with a 503. Tests on a server build on
-each other: each kill leaves one instance less.
+What another instance can go on with goes on; the rest ends with a 503. Lost ones come back.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
@@ -30,7 +30,7 @@ def two_prefill(make_server: MakeServer) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def two_decode(make_server: MakeServer) -> Iterator[Server]:
-    with make_server("--prefill", "1", "--decode", "2", *SMALL) as server:
+    with make_server("--prefill", "1", "--decode", "2", "--hang-timeout", "4", *SMALL) as server:
         yield server
 
 
@@ -125,14 +125,26 @@ def test_a_prefill_instance_dies_during_prefill(two_prefill: Server) -> None:
     assert any(line["losses"] for line in two_prefill.summaries())
 
 
-def test_the_last_prefill_instance_dies(two_prefill: Server, tales: list[list[int]]) -> None:
-    """What decodes goes on to its end."""
+def test_all_prefill_instances_die_and_come_back(
+    two_prefill: Server, tales: list[list[int]], expected: dict[str, str]
+) -> None:
+    """What decodes goes on to its end, and new requests are taken as soon as one is back."""
+    names = ("prefill-0", "prefill-1")
+    for name in names:
+        two_prefill.wait_back(name)
+    before = two_prefill.instances()["prefill-1"].restarts
     with Running(two_prefill, TALES, 8) as running:
         running.wait()
-        two_prefill.kill_instance("prefill-1")
+        for name in names:
+            two_prefill.kill_instance(name)
         check_refuses(two_prefill)
         assert running.results() == tales
     until(lambda: two_prefill.quiet, 2, "the decode instance is free")
+    for name in names:
+        two_prefill.wait_back(name)
+    assert two_prefill.instances()["prefill-1"].restarts == before + 1
+    assert two_prefill.status("/ready") == 200
+    check_answers(two_prefill, expected)
 
 
 def test_a_decode_instance_dies(two_decode: Server, tales: list[list[int]]) -> None:
@@ -143,15 +155,43 @@ def test_a_decode_instance_dies(two_decode: Server, tales: list[list[int]]) -> N
         assert running.results() == tales
     assert any(line["losses"] == 1 for line in two_decode.summaries())
     assert two_decode.status("/ready") == 200
+    assert "decode-0" in two_decode.http.get("/ready").json()["missing"]
+    until(lambda: two_decode.quiet, 2, "everything is free")
+    two_decode.wait_back("decode-0")
+    assert two_decode.http.get("/ready").json()["missing"] == {}
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_an_instance_hangs(two_decode: Server, tales: list[list[int]], name: str) -> None:
+    """It is stopped and stays so: it is killed after a while, and others go on with its work."""
+    for each in two_decode.instances():
+        two_decode.wait_back(each)
+    with Running(two_decode, TALES, 8) as running:
+        running.wait()
+        two_decode.kill_instance(name, signal.SIGSTOP)
+        if name == "prefill-0":
+            late = two_decode.client.with_options(timeout=15).completions
+            with pytest.raises(openai.InternalServerError) as refused:
+                late.create(model=MODEL, prompt="Two roads", max_tokens=2)
+            assert refused.value.status_code == 503
+        assert running.results() == tales
+    two_decode.wait_back(name)
+    assert two_decode.instances()[name].restarts
+    assert "--hang-timeout" in two_decode.log
+    assert two_decode.greedy("What is the capital of France?")
     until(lambda: two_decode.quiet, 2, "everything is free")
 
 
-def test_the_last_decode_instance_dies(two_decode: Server) -> None:
-    """Streams get a 503 as an event, others as their answer; nobody hangs."""
+def test_all_decode_instances_die(two_decode: Server, expected: dict[str, str]) -> None:
+    """Streams get a 503 as an event, others as their answer; nobody hangs, and all comes back."""
+    names = ("decode-0", "decode-1")
+    for name in names:
+        two_decode.wait_back(name)
     with ThreadPoolExecutor(1) as pool, Running(two_decode, TALES[:2], 4) as running:
         whole = pool.submit(two_decode.greedy, "Tell me a long story.", 200)
         running.wait()
-        two_decode.kill_instance("decode-1")
+        for name in names:
+            two_decode.kill_instance(name)
         for broken in running.streams:
             with pytest.raises(openai.APIError) as event:
                 broken.result(10)
@@ -161,3 +201,13 @@ def test_the_last_decode_instance_dies(two_decode: Server) -> None:
         assert answer.value.status_code == 503
     check_refuses(two_decode)
     until(lambda: two_decode.quiet, 2, "the prefill instance is free")
+    for name in names:
+        two_decode.wait_back(name)
+    check_answers(two_decode, expected)
+
+
+def test_ctrl_c_ends_a_server_with_a_hung_instance(two_decode: Server) -> None:
+    """The last test on this server."""
+    two_decode.kill_instance("decode-1", signal.SIGSTOP)
+    two_decode.signal(signal.SIGINT)
+    two_decode.wait_ended(8)

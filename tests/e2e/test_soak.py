@@ -157,7 +157,7 @@ def test_the_journal_replays_to_the_same_commands(server: Server, journal: Path)
     assert server.wait_ended(10) == 0
     replayed = run_cli("replay", str(journal))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    assert replayed.stdout.startswith("3 cores")
+    assert replayed.stdout.startswith("4 cores")
     assert "every command is the same" in replayed.stdout
 
 

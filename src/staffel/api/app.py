@@ -82,15 +82,25 @@ def _add_operator_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None
 
     @app.get("/ready")
     async def ready() -> Response:
-        if (state := engine.state()) != "ready":
-            raise not_ready(state)
-        return Response()
+        state, missing = engine.state(), _missing(engine)
+        if state != "ready":
+            raise not_ready(state, missing)
+        return json_response({"state": state, "missing": missing})
 
     @app.get("/metrics")
     async def scrape() -> Response:
         return Response(
             generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+
+def _missing(engine: Engine) -> dict[str, str]:
+    """The instances that aren't ready, and why."""
+    return {
+        status.instance: f"{status.state}{f' ({status.reason})' if status.reason else ''}"
+        for status in engine.status()
+        if not status.ready
+    }
 
 
 def _handle_errors(app: FastAPI) -> None:

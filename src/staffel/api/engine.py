@@ -23,6 +23,16 @@ class InstanceStatus(Protocol):
     @property
     def ready(self) -> bool: ...
     @property
+    def state(self) -> str:
+        """ "ready", or what it is up to instead."""
+
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def reason(self) -> str:
+        """Why it isn't ready, where that is known."""
+
+    @property
     def load(self) -> Load | None:
         """None before the first report."""
 

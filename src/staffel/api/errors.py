@@ -106,10 +106,12 @@ def no_connection_left() -> ApiError:
     return ApiError(503, text, code=503, retry_after=1)
 
 
-def not_ready(state: str) -> ApiError:
+def not_ready(state: str, missing: dict[str, str] | None = None) -> ApiError:
+    """`missing`: instances that aren't ready, and why."""
+    reasons = "".join(f" {name}: {why}." for name, why in (missing or {}).items())
     return ApiError(
         503,
-        f"The server is {state} and takes no requests now.",
+        f"The server is {state} and takes no requests now.{reasons}",
         code=503,
         retry_after=UNAVAILABLE_RETRY_S,
     )

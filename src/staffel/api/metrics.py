@@ -84,6 +84,13 @@ class _Instances:
             "staffel_queued", "Requests that wait in the router.", self._engine.queued
         )
         yield _per_instance("staffel_instance_ready", "The instance serves.", instances, "ready")
+        yield _per_instance(
+            "staffel_instance_restarts",
+            "Starts after the first one.",
+            instances,
+            "restarts",
+            CounterMetricFamily,
+        )
         for field, text in (
             ("running", "Sequences in the batch."),
             ("waiting", "Sequences that wait for their turn."),
@@ -131,7 +138,7 @@ def _per_instance(
 ) -> Metric:
     metric = family(name, text, labels=_LABELS)
     for status in instances:
-        source = status if field == "ready" else status.load
+        source = status if field in ("ready", "restarts") else status.load
         if source is not None:
             metric.add_metric([status.instance, status.role], float(getattr(source, field)))
     return metric

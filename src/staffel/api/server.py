@@ -51,12 +51,13 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     local_prefill_below: int = 0
     request_timeout: float = 0
     drain_timeout: float = 30
+    hang_timeout: float = 120
     seed: int | None = None
     limits: Limits = Limits()
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout", "drain_timeout"):
+        for name in ("request_timeout", "drain_timeout", "hang_timeout"):
             if not 0 <= getattr(self, name) <= _LONGEST_S:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be 0 to {_LONGEST_S} seconds")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
@@ -141,6 +142,7 @@ def _service_in(
         options.placement,
         model,
         endpoint=endpoint(folder.path),
+        hang_timeout=options.hang_timeout,
         journal=options.record,
         log_level=options.log_level,
     )
@@ -152,7 +154,14 @@ def _service_in(
         max_queue=options.max_queue,
         request_timeout_ns=int(options.request_timeout * 1e9),
     )
-    service = Service(jobs, launcher, config, folder=folder, journal=options.record)
+    service = Service(
+        jobs,
+        launcher,
+        config,
+        folder=folder,
+        hang_timeout=options.hang_timeout,
+        journal=options.record,
+    )
     return service, jobs
 
 

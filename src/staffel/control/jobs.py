@@ -38,6 +38,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """How often an instance died under it."""
     repeats: int
     """How often it went through prefill again."""
+    failed_reads: int
+    """Reads of its KV that failed, those before a good one not counted."""
     queue_ns: int | None
     """Arrival to the first batch, in the router and at the instance."""
     prefill_ns: int | None
@@ -108,6 +110,8 @@ class Job:
         """Whether it is among the instance's `suspects`."""
         self.losses = 0
         self.repeats = 0
+        self.failed_reads = 0
+        """In a row."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.prefill_instance: str | None = None
@@ -144,6 +148,7 @@ def summarise(job: Job, outcome: str, now: int) -> Summary:
         decode_instance=job.decode_instance,
         losses=job.losses,
         repeats=job.repeats,
+        failed_reads=job.failed_reads,
         queue_ns=job.queue_ns,
         prefill_ns=job.prefill_ns,
         handoff_ns=job.handoff_ns,

@@ -269,7 +269,17 @@ class Unable(Struct, frozen=True, tag=True):
     message: str
 
 
-FromInstance = Hello | Report | Unable
+class Beat(Struct, frozen=True, tag=True):
+    """A sign of life, several in each --hang-timeout, from a thread that computes nothing."""
+
+    instance: str
+    incarnation: int
+    turns: int
+    """How often the instance's loop has gone round: it does so twice a second at least, unless a
+    step takes longer. Where it stands still, so does the instance."""
+
+
+FromInstance = Hello | Report | Unable | Beat
 
 
 # ---- engine to executor

@@ -50,6 +50,10 @@ from staffel.control.request import FinishReason, Request, TokenLogprobs
 MAX_LOSSES = 3
 """A request whose instance died this often is not tried again: it may be what kills them."""
 
+MAX_FAILED_READS = 4
+"""In a row; two for each time that its KV was computed. Nobody can read it then, and every token
+would cost a prefill."""
+
 _DEPARTURES = 32
 """How many of the last departures from the queue say how fast it moves."""
 _LONGEST_RETRY_S = 600
@@ -472,6 +476,7 @@ class RouterCore:
     def _pulled(self, job: Job, event: Pulled, now: int) -> None:
         """Confirmed; the prefill side may let go."""
         job.stage = "decode"
+        job.failed_reads = 0
         handoff = job.handoff
         if handoff is None:
             return
@@ -481,8 +486,14 @@ class RouterCore:
         job.read_ns = event.read_ns
 
     def _pull_failed(self, job: Job, now: int) -> None:
-        """One more read if the KV is pinned still, else the recovery path."""
+        """One more read if the KV is pinned still, else the recovery path; and not for ever."""
         self._unassign(job)
+        job.failed_reads += 1
+        if job.failed_reads >= MAX_FAILED_READS:
+            self._drop_handoff(job)
+            text = f"its KV couldn't be read {job.failed_reads} times; the log says more"
+            self._fail(job, 503, text, now)
+            return
         handoff = job.handoff
         if handoff is not None and not handoff.retried:
             handoff.retried = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +10,21 @@ from staffel.config import ConfigError, InstanceSpec, ModelSpec, Placement
 from staffel.control.messages import LEASE_NS
 from staffel.runtime.instance import InstanceJob
 
+_BEAT_S = 1.0
+
 
 def make_jobs(
     placement: Placement,
     model: ModelSpec,
     *,
     endpoint: str,
+    hang_timeout: float = 0,
     journal: Path | None = None,
     log_level: str = "INFO",
 ) -> list[InstanceJob]:
-    """One job for each instance of the placement.
+    """One job for each instance of the placement, without an incarnation yet.
+
+    `hang_timeout` is how many seconds without a sign of life are taken for a hang; 0: any.
 
     Raises:
         ConfigError: the placement is one that can be planned, and not served.
@@ -29,11 +33,10 @@ def make_jobs(
     named = placement.each()
     threads, cores = share_cores([spec for _, spec in named], sorted(os.sched_getaffinity(0)))
     on_gpus = [name for name, spec in named if spec.device == "cuda"]
-    incarnation = time.time_ns()
     return [
         InstanceJob(
             name=name,
-            incarnation=incarnation,
+            incarnation=0,
             endpoint=endpoint,
             model=model,
             spec=spec,
@@ -41,6 +44,7 @@ def make_jobs(
             cores=cores[number],
             gpu_turn=(on_gpus.index(name) if name in on_gpus else 0, len(on_gpus)),
             lease_ns=LEASE_NS,
+            beat_s=min(_BEAT_S, hang_timeout / 4),
             journal=str(journal) if journal is not None else None,
             log_level=log_level,
         )

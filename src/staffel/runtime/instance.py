@@ -31,6 +31,7 @@ from staffel.control.messages import (
 from staffel.runtime.journal_file import JournalFile
 from staffel.runtime.links import InstanceLink
 from staffel.runtime.logs import set_up_logging
+from staffel.runtime.pulse import Pulse
 
 log = logging.getLogger("staffel.instance")
 
@@ -53,6 +54,8 @@ class InstanceJob(msgspec.Struct, frozen=True, kw_only=True):
     gpu_turn: tuple[int, int]
     """Its number among the instances on GPUs, and how many those are."""
     lease_ns: int
+    beat_s: float
+    """Between two signs of life; 0: none."""
     journal: str | None
     """A file to which the core's journal is appended."""
     log_level: str = "INFO"
@@ -79,11 +82,14 @@ class Instance:
         self._executor = executor
         self._link = link
         self._checked_idle = False
+        self.turns = 0
+        """How often the loop has gone round."""
 
     def run(self) -> None:
         """Serve until the lifeline is cut."""
         busy = preparing = False
         while True:
+            self.turns += 1
             pause = _GRAMMAR_POLL_MS if preparing else _IDLE_POLL_MS
             orders = self._link.receive(0 if busy else pause)
             if orders is None:
@@ -140,6 +146,7 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
     """Load the model, say hello and serve, until `lifeline` reads end-of-file."""
     link = InstanceLink(job.endpoint, job.name, lifeline)
     executor: Executor | None = None
+    pulse: Pulse | None = None
     journal = JournalFile(Path(job.journal)) if job.journal is not None else None
     try:
         executor = _make_executor(job)
@@ -155,10 +162,17 @@ def run_instance(job: InstanceJob, lifeline: int) -> None:
                 prefix_cache=job.spec.prefix_cache,
             )
         )
-        Instance(core, executor, link).run()
+        instance = Instance(core, executor, link)
+        if job.beat_s:
+            pulse = Pulse(
+                job.endpoint, job.name, job.incarnation, job.beat_s, lambda: instance.turns
+            )
+        instance.run()
     except ConfigError as error:
         link.send(Unable(job.name, job.incarnation, str(error)))
     finally:
+        if pulse is not None:
+            pulse.close()
         if executor is not None:
             executor.close()
         if journal is not None:

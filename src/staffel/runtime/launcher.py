@@ -34,6 +34,9 @@ class Handle(Protocol):
     async def stop(self) -> None:
         """End it, with force if it takes long."""
 
+    def kill(self) -> None:
+        """End it with force, now."""
+
 
 class Launcher(Protocol):
     """Starts instances."""
@@ -49,6 +52,7 @@ class ProcessLauncher:
             sys.executable,
             "-m",
             "staffel.runtime.instance",
+            job.name,  # for whoever looks at the list of processes
             stdin=asyncio.subprocess.PIPE,
             # Ctrl-C in a terminal is for the server, which then stops its instances.
             start_new_session=True,
@@ -75,9 +79,12 @@ class ProcessHandle:
         try:
             await asyncio.wait_for(self._process.wait(), _GRACE_S)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
 
 class ThreadLauncher:
@@ -110,7 +117,11 @@ class ThreadHandle:
         await self._ended.wait()
 
     async def stop(self) -> None:
+        self.kill()
+        await self._ended.wait()
+
+    def kill(self) -> None:
+        """Threads know no force: it ends when it comes to look at its lifeline."""
         if self._writing >= 0:
             os.close(self._writing)
             self._writing = -1  # another file may get the number
-        await self._ended.wait()

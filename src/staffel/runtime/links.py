@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from staffel.control.messages import FromInstance, Hello, Order, Report, Unable
+from staffel.control.messages import Beat, FromInstance, Hello, Order, Report, Unable
 
 log = logging.getLogger("staffel.links")
 
@@ -43,6 +43,23 @@ class InstanceLink:
         while self._socket in ready and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             orders.append(self._decoder.decode(self._socket.recv()))
         return orders
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class BeatLink:
+    """A second way out of an instance, for the thread that tells of its life."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+
+    def send(self, beat: Beat) -> None:
+        self._socket.send(msgspec.msgpack.encode(beat))
 
     def close(self) -> None:
         self._socket.close()

@@ -12,10 +12,12 @@ from typing import Literal
 import msgspec
 
 from staffel.config import ConfigError
+from staffel.control.fleet import FleetActions, FleetConfig, FleetCore, Life, MemberState
 from staffel.control.jobs import Summary
 from staffel.control.journal import record
 from staffel.control.messages import (
     UNAVAILABLE_RETRY_S,
+    Beat,
     Delta,
     Deltas,
     Failure,
@@ -40,7 +42,6 @@ request_log = logging.getLogger("staffel.request")
 State = Literal["starting", "ready", "draining", "degraded"]
 
 _TICK_S = 0.25
-_LAST_WORDS_S = 2
 
 
 class Stream:
@@ -65,12 +66,19 @@ class Stream:
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
-    """An instance as metrics show it."""
+    """An instance as metrics and /ready show it."""
 
     instance: str
     role: str
-    ready: bool
+    state: MemberState
+    restarts: int
+    reason: str
+    """Why it isn't ready, where that is known."""
     load: Load | None
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
 
 
 class Service:
@@ -83,21 +91,25 @@ class Service:
         config: RouterConfig,
         *,
         folder: ServerFolder,
+        hang_timeout: float = 0,
         journal: Path | None = None,
     ) -> None:
+        """`hang_timeout`: an instance without a sign of progress for so many seconds is killed and
+        replaced; 0: never."""
         self._jobs = {job.name: job for job in jobs}
         self._launcher = launcher
         self._folder = folder
         self._link = RouterLink(endpoint(folder.path))
         self._core = RouterCore(config)
+        self._fleet = FleetCore(_fleet_config(jobs, hang_timeout))
         self._journal = JournalFile(journal) if journal is not None else None
         if self._journal is not None:
             record(self._core, "router", "router", self._journal.append)
+            record(self._fleet, "fleet", "fleet", self._journal.append)
         self._streams: dict[str, Stream] = {}
-        self._handles: dict[str, Handle] = {}
-        self._ready: set[str] = set()
+        self._handles: dict[Life, Handle] = {}
         self._loads: dict[str, Load] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._stopped = False
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,9 +127,7 @@ class Service:
         self._keep_running(self._receive_forever())
         self._keep_running(self._tick_forever())
         try:
-            for job in self._jobs.values():
-                self._handles[job.name] = await self._launcher.launch(job)
-                self._keep_running(self._watch(job))
+            self._see_to(self._fleet.start(time.monotonic_ns()))
             await self._started
         except BaseException:
             await self.stop()
@@ -126,6 +136,7 @@ class Service:
     def drain(self) -> None:
         """Take no new requests; running ones go on."""
         self._draining = True
+        self._see_to(self._fleet.drain(time.monotonic_ns()))
 
     async def failed(self) -> None:
         """Raises when the router itself fails, which no request survives; else never returns."""
@@ -139,7 +150,8 @@ class Service:
         """End all instances and close everything. Streams that still run get a Failure."""
         if self._stopped:
             return
-        self._stopped = self._draining = True
+        self._stopped = True
+        self.drain()
         for task in self._tasks:
             task.cancel()
         for name in list(self._streams):
@@ -160,8 +172,8 @@ class Service:
 
     def status(self) -> list[InstanceStatus]:
         return [
-            InstanceStatus(name, job.spec.role, name in self._ready, self._loads.get(name))
-            for name, job in self._jobs.items()
+            InstanceStatus(m.name, m.role, m.state, m.restarts, m.reason, self._loads.get(m.name))
+            for m in self._fleet.members
         ]
 
     @property
@@ -177,7 +189,8 @@ class Service:
     def _keep_running(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         task.add_done_callback(self._note_failure)
-        self._tasks.append(task)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -245,44 +258,70 @@ class Service:
             self._take(await self._link.receive())
 
     def _take(self, message: FromInstance) -> None:
-        job = self._jobs.get(message.instance)
-        if job is None or message.incarnation != job.incarnation:
-            return
         now = time.monotonic_ns()
         match message:
             case Report():
-                if message.instance in self._ready:  # else it is gone: its last words
+                # Else it is gone, or given up as hung: its last words.
+                if self._fleet.serves(message.instance, message.incarnation):
                     self._loads[message.instance] = message.load
-                self._act(self._core.receive(message, now))
+                    self._act(self._core.receive(message, now))
             case Hello():
-                log.info("%s is ready", message.instance)
-                self._act(self._core.join(message, now))
-                self._ready.add(message.instance)
-                if len(self._ready) == len(self._jobs) and not self._started.done():
-                    self._started.set_result(None)
+                self._see_to(self._fleet.hello(message, now))
             case Unable():
                 log.error("%s: %s", message.instance, message.message)
-                self._refuse_start(message.message)
+                self._see_to(self._fleet.unable(message, now))
+            case Beat():
+                self._see_to(self._fleet.beat(message, now))
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._act(self._core.tick(time.monotonic_ns()))
+            now = time.monotonic_ns()
+            self._see_to(self._fleet.tick(now))
+            self._act(self._core.tick(now))
 
-    async def _watch(self, job: InstanceJob) -> None:
-        await self._handles[job.name].wait()
-        log.error("%s has ended", job.name)
-        self._ready.discard(job.name)
-        self._loads.pop(job.name, None)
-        if not self._started.done():
-            # Its reason may still be on its way.
-            await asyncio.wait({self._started}, timeout=_LAST_WORDS_S)
-        self._refuse_start(f"{job.name} ended before it was ready; its log says why")
-        self._act(self._core.lost(job.name, job.incarnation, time.monotonic_ns()))
+    # ---- the fleet's shell
 
-    def _refuse_start(self, message: str) -> None:
-        if not self._started.done():
-            self._started.set_exception(ConfigError(message))
+    def _see_to(self, actions: FleetActions) -> None:
+        now = time.monotonic_ns()
+        for note in actions.notes:
+            log.error("%s", note)
+        for life in actions.lost:
+            self._loads.pop(life.instance, None)
+            self._act(self._core.lost(life.instance, life.incarnation, now))
+        for hello in actions.joined:
+            log.info("%s is ready", hello.instance)
+            self._act(self._core.join(hello, now))
+        for life in actions.kills:
+            self._handles[life].kill()
+        for life in actions.launches:
+            self._keep_running(self._live(life))
+        if actions.failed is not None and not self._started.done():
+            self._started.set_exception(ConfigError(actions.failed))
+        elif self._fleet.begun and not self._started.done():
+            self._started.set_result(None)
+
+    async def _live(self, life: Life) -> None:
+        """From the start of a process to its end."""
+        job = msgspec.structs.replace(self._jobs[life.instance], incarnation=life.incarnation)
+        try:
+            handle = self._handles[life] = await self._launcher.launch(job)
+            await handle.wait()
+        except OSError as error:  # no memory, or no process to be had
+            log.error("%s can't be started: %s", life.instance, error)
+        self._handles.pop(life, None)
+        log.error("%s has ended", life.instance)
+        ended = self._fleet.ended(life.instance, life.incarnation, time.monotonic_ns())
+        self._see_to(ended)
+
+
+def _fleet_config(jobs: Sequence[InstanceJob], hang_timeout: float) -> FleetConfig:
+    return FleetConfig(
+        members=[(job.name, job.spec.role) for job in jobs],
+        # Above all that earlier servers have dealt: their instances may still be there.
+        incarnation=time.time_ns(),
+        hang_timeout_ns=int(hang_timeout * 1e9),
+    )
 
 
 def _log_summary(summary: Summary) -> None:
