@@ -200,13 +200,13 @@ def _mutated(draw: random.Random, body: dict[str, Any]) -> dict[str, Any]:
             body[draw.choice(list(_SAMPLING))] = draw.choice(_HOSTILE)
         else:
             body[draw.choice(list(body) or ["prompt"])] = draw.choice(_HOSTILE)
-    _keep_cheap(draw, body)
+    _keep_cheap(body)
     return body
 
 
-def _keep_cheap(draw: random.Random, body: dict[str, Any]) -> None:
-    """A default may ask for all of the context; one in fifty may keep it."""
-    if ("messages" in body or "prompt" in body) and not chance(draw, 0.02):
+def _keep_cheap(body: dict[str, Any]) -> None:
+    """By default an answer may take all of the context, and with it longer than any bound."""
+    if "messages" in body or "prompt" in body:
         body.setdefault("max_tokens", 1)
         if body["max_tokens"] is None or body.get("max_completion_tokens", 1) is None:
             body["max_tokens"] = 1
