@@ -327,6 +327,24 @@ def test_a_body_that_never_ends(few_files: Server) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_long_answer_outlasts_what_comes_after_its_request(few_files: Server) -> None:
+    """An empty line too many, and the beginning of a next head: neither ends the answer."""
+    body = b'{"prompt":"Once","max_tokens":250,"ignore_eos":true,"temperature":0,"stream":true}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer none\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    for more in (b"\r\n", b"GET /hea"):
+        began = time.monotonic()
+        with connect(few_files, head + body + more) as connection:
+            answer = b""
+            while b"[DONE]" not in answer:
+                part = connection.recv(65536)
+                assert part, "the connection was closed in the midst of an answer"
+                answer += part
+        assert time.monotonic() - began > 3, "it must outlast --head-timeout"
+
+
 def test_connections_are_kept_for_the_next_request(few_files: Server) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with connect(few_files, request) as connection:

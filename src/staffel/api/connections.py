@@ -53,7 +53,10 @@ class Connections:
             return False
         oldest, _ = self._idle.popitem(last=False)
         self._open.discard(oldest)
-        oldest.transport.abort()
+        if oldest.transport.get_write_buffer_size():
+            oldest.transport.close()  # its answer isn't all sent yet
+        else:
+            oldest.transport.abort()
         return True
 
     def opened(self, connection: GuardedProtocol) -> None:
@@ -165,8 +168,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_timer is None:
-                self._start_head_timer()
         super().data_received(data)
         if self._in_head and self._head_bytes > self._guard.limits.max_head_bytes:
             self._refuse_head()
@@ -179,6 +180,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     # ---- what the parser finds
+
+    def on_message_begin(self) -> None:
+        # Not with the first byte: some clients end a body with an empty line too many.
+        self._start_head_timer()
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -203,6 +209,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---- limits
 
     def _start_head_timer(self) -> None:
+        self._stop_head_timer()
         self._head_timer = self.loop.call_later(self._guard.limits.head_timeout, self._head_late)
 
     def _stop_head_timer(self) -> None:
@@ -211,6 +218,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_late(self) -> None:
+        if not self._answered:  # the next head has time until this one has its answer
+            self._start_head_timer()
+            return
         most = self._guard.limits.head_timeout
         self._refused = (408, f"The head took longer than {most:g} s (--head-timeout).")
         self._end_head()
@@ -220,12 +230,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._end_head()
 
     def _end_head(self) -> None:
-        """Answer, where nobody else's answer is under way on this connection."""
-        answered = self.cycle is None or self.cycle.response_complete
-        if answered and self._head_bytes:
+        """Answer, where no other answer is under way on this connection."""
+        if self._answered and self._head_bytes:
             self.send_400_response("")
         else:
             self.transport.close()
+
+    @property
+    def _answered(self) -> bool:
+        """Whether no request on this connection waits for its answer's end."""
+        return self.cycle is None or self.cycle.response_complete
 
     def _too_large(self) -> tuple[int, str]:
         most = self._guard.limits.max_head_bytes

@@ -53,6 +53,7 @@ class Grammars:
         self._lock = threading.Condition()
         """Of all below, and of `_compiled`."""
         self._wanted: list[str] = []
+        self._at_work: str | None = None
         self._arrived: list[tuple[str, str | None]] = []
         self._thread: threading.Thread | None = None
 
@@ -61,8 +62,8 @@ class Grammars:
     def want(self, texts: Sequence[str]) -> None:
         """Grammars that somebody waits for now; what isn't among them any more is forgotten."""
         with self._lock:
-            told = {text for text, _ in self._arrived}
-            self._wanted = [text for text in texts if text not in told]
+            seen_to = {self._at_work, *(text for text, _ in self._arrived)}
+            self._wanted = [text for text in texts if text not in seen_to]
             if self._wanted and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
                 self._thread.start()
@@ -79,9 +80,10 @@ class Grammars:
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._wanted)
-                text = self._wanted.pop(0)
+                text = self._at_work = self._wanted.pop(0)
             trouble = self._prepare(text)
             with self._lock:
+                self._at_work = None
                 self._arrived.append((text, trouble))
 
     def _prepare(self, text: str) -> str | None:
