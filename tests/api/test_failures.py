@@ -209,3 +209,20 @@ async def test_a_schema_that_fails_in_the_middle_is_the_clients(make_app: MakeAp
     response = await post(app, "/v1/completions", COMPLETION)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "response_format"
+
+
+async def test_a_request_with_many_choices_has_some_of_them_under_way(make_app: MakeApp) -> None:
+    """The engine's queue is for others too."""
+
+    def script(request: Request) -> list[Any]:
+        place = int(request.id.rpartition("-")[2])
+        return deltas(request, [100], "length") if place < 100 else [None]
+
+    app, engine = make_app(script)
+    asking = asyncio.create_task(post(app, "/v1/completions", {"prompt": ["Hi"] * 700}))
+    while len(engine.requests) < 356:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert len(engine.requests) == 356, "256, and one for each that has ended"
+    assert {request.group for request in engine.requests} == {engine.requests[0].group}
+    asking.cancel()

@@ -22,6 +22,9 @@ from staffel.control.request import Request
 _AT_ONCE = 8
 """Choices that are submitted in one turn of the event loop."""
 
+_UNDER_WAY = 256
+"""Choices of a request that are with the engine at a time: more would fill its queue for others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -52,6 +55,7 @@ class Generation:
             for index, request in enumerate(job.requests)
         ]
         self._unfinished = len(job.requests)
+        self._places = asyncio.Semaphore(_UNDER_WAY)
         self._running: set[int] = set()
         """Choices that the engine may still be at work on."""
         record.prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
@@ -81,8 +85,8 @@ class Generation:
     async def _news(self) -> AsyncGenerator[tuple[int, Delta | Failure]]:
         """What the engine says of all choices as it comes, each with its choice.
 
-        They are submitted some at a time: others have their turn in between, and when the engine
-        refuses one the rest is never sent.
+        They are submitted some at a time, and the next as others end: other requests have their
+        turn in between, and when the engine refuses one the rest is never sent.
         """
         arrived: asyncio.Queue[tuple[int, Delta | Failure | BaseException | None]] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
@@ -97,6 +101,7 @@ class Generation:
 
         async def submit() -> None:
             for index, request in enumerate(self.job.requests):
+                await self._places.acquire()
                 self._running.add(index)
                 tasks.append(asyncio.create_task(pump(index, self._engine.submit(request))))
                 if index % _AT_ONCE == _AT_ONCE - 1:
@@ -130,6 +135,7 @@ class Generation:
     def _finish(self, index: int, piece: Piece, *, at_work: bool) -> None:
         assert piece.finish
         self._unfinished -= 1
+        self._places.release()
         self._record.finishes.append(piece.finish)
         self._running.discard(index)
         if at_work:

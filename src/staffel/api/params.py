@@ -39,6 +39,7 @@ def build_job(
         requests += [
             Request(
                 id=f"{id}-{len(requests) + choice}",
+                group=id if body.prompts * body.n > 1 else "",
                 prompt=prompt.ids,
                 params=structs.replace(shared, max_tokens=limit, choice=choice),
                 use_cache=shared.prompt_logprobs is None,

@@ -102,7 +102,12 @@ class FleetCore:
         """Whether all have been ready once."""
         self._ending = False
         self._last_tick = 0
-        self._clear()
+        self._launches: list[Life] = []
+        self._kills: list[Life] = []
+        self._joined: list[Hello] = []
+        self._lost: list[Life] = []
+        self._notes: list[str] = []
+        self._failed: str | None = None
 
     # ---- what the shell calls
 
@@ -246,17 +251,10 @@ class FleetCore:
     def _enter(self, member: Member, state: MemberState, now: int, until: int = 0) -> None:
         member.state, member.since, member.until = state, now, until
 
-    def _clear(self) -> None:
-        self._launches: list[Life] = []
-        self._kills: list[Life] = []
-        self._joined: list[Hello] = []
-        self._lost: list[Life] = []
-        self._notes: list[str] = []
-        self._failed: str | None = None
-
     def _actions(self) -> FleetActions:
         actions = FleetActions(
             self._launches, self._kills, self._joined, self._lost, self._notes, self._failed
         )
-        self._clear()
+        self._launches, self._kills, self._joined, self._lost, self._notes = [], [], [], [], []
+        self._failed = None
         return actions

@@ -93,8 +93,10 @@ SUSPECT_LOSSES = 2
 class Job:
     """A request in the router."""
 
-    def __init__(self, request: Request, now: int) -> None:
+    def __init__(self, request: Request, number: int, now: int) -> None:
         self.request = request
+        self.number = number
+        """In order of arrival."""
         self.arrival = now
         self.stage: Stage = "queued"
         self.emitted: list[int] = []
@@ -122,6 +124,11 @@ class Job:
         self.handoff_ns: int | None = None
         self.read_ns: int | None = None
         self.first_token_at: int | None = None
+
+    @property
+    def group(self) -> str:
+        """The client request that it is a choice of."""
+        return self.request.group or self.request.id
 
     @property
     def suspect(self) -> bool:

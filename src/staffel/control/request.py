@@ -46,6 +46,8 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     prompt: list[int]
     params: SamplingParams
+    group: str = ""
+    """The client request; choices of several take turns. Empty: it is the only one of its own."""
     use_cache: bool = True
     """Whether prefix-cache hits may stand in for computing the prompt."""
 

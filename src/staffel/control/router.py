@@ -11,7 +11,7 @@ through prefill once more with what was emitted: there is no third way.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 
 from msgspec import Struct
 
@@ -45,6 +45,7 @@ from staffel.control.messages import (
     Start,
     Tokens,
 )
+from staffel.control.queue import FairQueue
 from staffel.control.request import FinishReason, Request, TokenLogprobs
 
 MAX_LOSSES = 3
@@ -78,7 +79,8 @@ class RouterCore:
         self._instances: dict[str, Instance] = {}
         self._jobs: dict[str, Job] = {}
         """In order of arrival."""
-        self._queue: OrderedDict[str, Job] = OrderedDict()
+        self._queue = FairQueue()
+        self._last_number = 0
         self._closing: dict[int, tuple[Instance, Handoff]] = {}
         """Cancelled pulls, by dispatch: the pin stays until the reader has answered."""
         self._departures: deque[int] = deque(maxlen=_DEPARTURES)
@@ -92,16 +94,17 @@ class RouterCore:
 
     def submit(self, request: Request, now: int) -> Actions:
         """A new request. Refused with a Failure where it can't be taken."""
-        job = Job(request, now)
+        self._last_number += 1
+        job = Job(request, self._last_number, now)
         self._jobs[request.id] = job
         if not self._serves():
             self._fail(job, 503, "no instance is ready to serve", now)
         elif not self._holdable(job):
             self._fail(job, 503, "no instance has room for a request of this length", now)
         else:
-            self._queue[request.id] = job
+            self._queue.add(job)
             self._dispatch_queue(now)
-            if request.id in self._queue and len(self._queue) > self.config.max_queue:
+            if job in self._queue and len(self._queue) > self.config.max_queue:
                 self._fail(job, 429, "too many requests are waiting (--max-queue)", now)
         return self._actions()
 
@@ -146,9 +149,6 @@ class RouterCore:
                 del self._closing[dispatch]
         for job in list(self._jobs.values()):
             self._survive(job, instance, now)
-        # Each was put in front of all others; the oldest belongs there.
-        waiting = [(name, job) for name, job in self._jobs.items() if name in self._queue]
-        self._queue = OrderedDict(waiting)
         self._fail_unservable(now)
 
     def receive(self, report: Report, now: int) -> Actions:
@@ -209,9 +209,8 @@ class RouterCore:
         return "colocated" in fits or {"prefill", "decode"} <= fits
 
     def _dispatch_queue(self, now: int) -> None:
-        """Send off what the instances have room for, first come, first served."""
-        while self._queue:
-            job = next(iter(self._queue.values()))
+        """Send off what the instances have room for."""
+        while (job := self._queue.first) is not None:
             instance = self._local_decoder(job) or self._choose_prefiller(job)
             if instance is None:
                 return
@@ -281,7 +280,7 @@ class RouterCore:
     # ---- dispatching
 
     def _start(self, job: Job, instance: Instance, now: int) -> None:
-        del self._queue[job.request.id]
+        self._queue.serve(job)
         self._departures.append(now)
         job.stage = "prefill"
         job.dispatched_at = now
@@ -361,8 +360,7 @@ class RouterCore:
         self._unassign(job)
         job.stage = "queued"
         job.repeats += 1
-        self._queue[job.request.id] = job
-        self._queue.move_to_end(job.request.id, last=False)
+        self._queue.add_again(job)
         if not self._holdable(job):
             self._fail(job, 503, "no instance is left to go on with the request", now)
 
@@ -540,7 +538,7 @@ class RouterCore:
             self._requeue(job, now)
 
     def _fail_unservable(self, now: int) -> None:
-        for job in list(self._queue.values()):
+        for job in self._queue.jobs:
             if not self._holdable(job):
                 self._fail(job, 503, "no instance is left to serve the request", now)
 
@@ -585,7 +583,7 @@ class RouterCore:
         return min(max(1, -(-gap * len(self._queue) // 10**9)), _LONGEST_RETRY_S)
 
     def _close(self, job: Job, outcome: str, now: int) -> None:
-        self._queue.pop(job.request.id, None)
+        self._queue.remove(job)
         del self._jobs[job.request.id]
         self._summaries.append(summarise(job, outcome, now))
 
