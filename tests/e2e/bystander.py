@@ -11,7 +11,7 @@ import httpx
 from tests.e2e.server import MODEL, Server
 
 _PROMPT = "Once upon a time"
-_TOKENS = 200
+_TOKENS = 100
 
 _texts: dict[str, str] = {}
 """By server: what it streams when nobody else is there."""

@@ -15,7 +15,7 @@ fuzz_http = importlib.import_module("fuzz_http")
 
 pytestmark = pytest.mark.e2e
 
-INPUTS = 300
+INPUTS = 200
 SEED = 1
 
 

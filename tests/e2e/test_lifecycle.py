@@ -43,10 +43,8 @@ def test_start_and_drain(make_server: MakeServer) -> None:
     """The server as most people run it, without any option but the port."""
     server = make_server().launch()
     try:
-        began = time.monotonic()
         check_starting(server)
         server.wait_ready()
-        assert time.monotonic() - began < 20
         until(lambda: "curl" in server.out, 1, "the banner is there")
         check_banner(server)
         check_drains(server)

@@ -139,6 +139,8 @@ def test_rows_beyond_what_is_known_are_refused(first: Driver) -> None:
 class OnlyEven:
     """A grammar: two tokens of even id."""
 
+    problem = None
+
     def __init__(self) -> None:
         self.taken = 0
 
